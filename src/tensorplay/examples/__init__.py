@@ -1,0 +1,1 @@
+"""Programs that show the optimizers at work; each runs with ``python -m tensorplay.examples.NAME``."""
