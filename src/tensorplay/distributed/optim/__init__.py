@@ -1,0 +1,17 @@
+"""Distributed-aware optimizers: their state is sharded, averaged or moved, not replicated.
+
+* :class:`ZeroRedundancyOptimizer` (``zero/``) shards the state of any optimizer across ranks.
+
+A sharded step is three verbs: gradients are *reduced* to their owners, owners *step* what they own,
+and updated parameters are *gathered* by everyone. Plans say who owns what; they are pure functions
+of the parameters' metadata (``_core/partition.py``, ``_core/bucket_layout.py``). Read ``_core`` in
+the order in which its ``__init__`` lists it, then ``zero/optimizer.py``.
+"""
+
+from tensorplay.distributed.optim.zero import (
+    RankShare,
+    ShardingReport,
+    ZeroRedundancyOptimizer,
+)
+
+__all__ = ["ZeroRedundancyOptimizer", "ShardingReport", "RankShare"]

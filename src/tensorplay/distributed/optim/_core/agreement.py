@@ -1,0 +1,177 @@
+"""Ranks find out together that something is wrong, instead of hanging or training apart.
+
+Every public call that communicates begins with :meth:`Agreement.settle`: one reduction of a few
+integers, of the same size for every call. If all ranks are in the same call, with the same
+description and without an error, it returns. Otherwise each rank learns what the others have, and
+all of them raise: the rank with an error its own, the others one that names it.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tensorplay.distributed.optim._core.collectives import Communicator
+from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.tagged_json import Json
+
+_DIGEST_BYTES = 7  # fits a signed 64-bit integer
+
+
+class RankDisagreementError(RuntimeError):
+    """Ranks made different calls or passed different things; raised on every rank alike."""
+
+
+class PeerError(RuntimeError):
+    """Another rank failed in this call; the message names it and what it raised."""
+
+
+class Agreement:
+    """Settles each call of one distributed object among the ranks of its group.
+
+    Args:
+        communicator: carries the integers.
+        owner: the class whose calls are settled; messages carry its name.
+    """
+
+    def __init__(self, communicator: Communicator, owner: str) -> None:
+        self._communicator = communicator
+        self._owner = owner
+
+    def settle(
+        self, call: str, description: Json = None, error: BaseException | None = None, flag: int = 0
+    ) -> int:
+        """Returns the largest ``flag`` of all ranks if they agree, else raises on every rank.
+
+        Args:
+            call: the public call that this is, for instance ``"step"``.
+            description: what must be the same on every rank.
+            error: what went wrong on this rank, if anything.
+            flag: a small integer to be maximised.
+
+        Raises:
+            BaseException: ``error`` itself, on the rank that passed it.
+            PeerError: if only others passed one.
+            RankDisagreementError: if calls or descriptions differ.
+        """
+        facts = [_digest(call), _digest(description)]
+        agreed = self._communicator.max_(
+            [*facts, *(-fact for fact in facts), int(error is not None), flag]
+        )
+        highest, lowest, failed = agreed[:2], [-fact for fact in agreed[2:4]], agreed[4]
+        if highest == lowest and not failed:
+            return agreed[5]
+        raise self._explain(call, description, error)
+
+    def _explain(self, call: str, description: Json, error: BaseException | None) -> BaseException:
+        statement = {
+            "call": call,
+            "description": description,
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+        }
+        statements: list[Any] = [
+            json.loads(message)
+            for message in self._communicator.all_gather_bytes(json.dumps(statement).encode())
+        ]
+        if error is not None:
+            return error
+        members = self._communicator.members
+        errors = [
+            f"{members.name(rank)}: {each['error']}"
+            for rank, each in zip(members, statements, strict=True)
+            if each["error"] is not None
+        ]
+        if errors:
+            return PeerError(
+                f"{self._owner}.{call} failed on another rank, and was given up here. "
+                + "; ".join(errors)
+            )
+        calls = [each["call"] for each in statements]
+        if len(set(calls)) > 1:
+            return RankDisagreementError(
+                f"{self._differs(f'the call of {self._owner}', calls)}; all ranks must make the "
+                "same calls in the same order (has one of them swallowed an exception?)"
+            )
+        difference = first_difference([each["description"] for each in statements])
+        assert difference is not None  # noqa: S101 - digests differed
+        return RankDisagreementError(
+            f"ranks disagree in {self._owner}.{call}: {self._differs(*difference)}; "
+            "it must be the same on every rank"
+        )
+
+    def _differs(self, subject: str, values: Sequence[Any]) -> str:
+        members = self._communicator.members
+        holders: dict[str, list[GroupRank]] = {}
+        for rank, value in zip(members, values, strict=True):
+            holders.setdefault(_readable(value), []).append(rank)
+        return f"{subject} is " + " but ".join(
+            f"{value} on {', '.join(members.name(rank) for rank in ranks[:4])}"
+            + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+            for value, ranks in holders.items()
+        )
+
+
+class _Absent:
+    """Stands for something that a rank doesn't have at all."""
+
+
+def first_difference(
+    descriptions: Sequence[Json], path: str = ""
+) -> tuple[str, list[Json | _Absent]] | None:
+    """Where JSON values differ first, depth first: the path, and each one's value there.
+
+    What :mod:`tagged_json` has tagged counts as one value.
+    """
+    first = descriptions[0]
+    if all(each == first and type(each) is type(first) for each in descriptions):
+        return None
+    if all(isinstance(each, dict) and "$" not in each for each in descriptions):
+        return _first_difference_in_dicts(descriptions, path)
+    if all(isinstance(each, list) for each in descriptions):
+        longest = max(len(each) for each in descriptions)
+        for position in range(longest):
+            items = [each[position] if position < len(each) else _ABSENT for each in descriptions]
+            difference = first_difference(items, f"{path}[{position}]")
+            if difference:
+                return difference
+    return path, list(descriptions)
+
+
+def _first_difference_in_dicts(
+    descriptions: Sequence[Any], path: str
+) -> tuple[str, list[Json | _Absent]] | None:
+    names = {str(each.get("name")) for each in descriptions}
+    if len(names) == 1 and names != {"None"}:
+        path = f"{path} ({names.pop()!r})"
+    for key in dict.fromkeys(key for each in descriptions for key in each):
+        values = [each.get(key, _ABSENT) for each in descriptions]
+        difference = first_difference(values, f"{path}.{key}" if path else key)
+        if difference:
+            return difference
+    return None
+
+
+_ABSENT: Any = _Absent()
+
+
+def _readable(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    if isinstance(value, dict):
+        match value.get("$"):
+            case "float":
+                return repr(float.fromhex(value["hex"]))
+            case "tuple" | "size":
+                return f"({', '.join(_readable(item) for item in value['items'])})"
+            case "dtype":
+                return f"torch.{value['name']}"
+            case "tensor":
+                return f"a tensor {value.get('values', value.get('shape'))}"
+    if isinstance(value, list):
+        return f"[{', '.join(_readable(item) for item in value)}]"
+    return repr(value)
+
+
+def _digest(value: Json) -> int:
+    canonical = json.dumps(value, sort_keys=True).encode()
+    return int.from_bytes(hashlib.blake2b(canonical, digest_size=_DIGEST_BYTES).digest(), "big")

@@ -1,0 +1,130 @@
+"""Order, offsets and owners' cuts in flat buckets: pure, derived from specs and owners.
+
+A *bucket* is a flat stretch of elements of one dtype and device with *cuts*: rank r owns the
+elements ``[cuts[r], cuts[r + 1])``. Buckets are formed in reverse order of registration, which is
+about the order in which backward produces gradients; within a bucket parameters stand by owner.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
+from tensorplay.distributed.optim._core.ranks import GroupRank
+
+ALIGNMENT_BYTES = 16
+"""Every slot starts at a multiple of this, as vectorised kernels want it."""
+
+
+class Slot(NamedTuple):
+    """The place of one parameter in a bucket, in elements."""
+
+    parameter: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The plan of one bucket.
+
+    Attributes:
+        dtype: element type of all its parameters.
+        device: where all its parameters live.
+        trainable: whether its parameters required gradients when the plan was made.
+        resident: whether its parameters may live in the bucket itself, because each of them has a
+            storage of its own.
+        slots: the parameters' places, in ascending order.
+        cuts: ``(num_ranks + 1,)`` ascending offsets; the last is the bucket's length in elements.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    trainable: bool
+    resident: bool
+    slots: tuple[Slot, ...]
+    cuts: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Length in elements, padding included."""
+        return self.cuts[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes, padding included."""
+        return self.numel * self.dtype.itemsize
+
+    def slots_of(self, group_rank: GroupRank) -> tuple[Slot, ...]:
+        """The places of the parameters that a rank owns."""
+        start, end = self.cuts[group_rank], self.cuts[group_rank + 1]
+        return tuple(slot for slot in self.slots if start <= slot.offset < end)
+
+
+def layout_buckets(
+    specs: Sequence[ParameterSpec],
+    owners: Sequence[GroupRank],
+    num_ranks: int,
+    capacity_bytes: int,
+) -> tuple[BucketLayout, ...]:
+    """Packs ``specs`` into buckets of at most ``capacity_bytes``, or of one larger parameter.
+
+    Parameters of different dtype or device, trainable and frozen ones, and those that share their
+    storage with something, go to different buckets. Parameters without elements go to none.
+
+    Args:
+        specs: the parameters, in order of registration.
+        owners: ``owners[position]`` owns ``specs[position]``.
+        num_ranks: into how many slices every bucket is cut.
+        capacity_bytes: upper bound of a bucket's size, padding aside.
+    """
+    kinds: defaultdict[tuple[torch.device, torch.dtype, bool, bool], list[int]] = defaultdict(list)
+    for position in reversed(range(len(specs))):
+        spec = specs[position]
+        if spec.numel:
+            kinds[spec.device, spec.dtype, spec.trainable, spec.owns_storage].append(position)
+    layouts = []
+    for (device, dtype, trainable, resident), positions in kinds.items():
+        for members in _fill(positions, specs, capacity_bytes):
+            slots, cuts = _place(members, specs, owners, num_ranks, dtype)
+            layouts.append(BucketLayout(dtype, device, trainable, resident, slots, cuts))
+    return tuple(layouts)
+
+
+def _fill(
+    positions: Sequence[int], specs: Sequence[ParameterSpec], capacity_bytes: int
+) -> list[list[int]]:
+    buckets: list[list[int]] = []
+    free = -1
+    for position in positions:
+        nbytes = specs[position].nbytes
+        if nbytes > free:
+            buckets.append([])
+            free = capacity_bytes
+        buckets[-1].append(position)
+        free -= nbytes
+    return buckets
+
+
+def _place(
+    members: list[int],
+    specs: Sequence[ParameterSpec],
+    owners: Sequence[GroupRank],
+    num_ranks: int,
+    dtype: torch.dtype,
+) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
+    alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+    slots: list[Slot] = []
+    cuts = [0]
+    end = 0
+    for position in sorted(members, key=lambda position: owners[position]):  # stable
+        while len(cuts) <= owners[position]:
+            cuts.append(end)
+        spec = specs[position]
+        slots.append(Slot(spec.index, end, spec.numel))
+        end += -(-spec.numel // alignment) * alignment
+    cuts += [end] * (num_ranks + 1 - len(cuts))
+    return tuple(slots), tuple(cuts)

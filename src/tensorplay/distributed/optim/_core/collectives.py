@@ -1,0 +1,219 @@
+"""The only place that issues collectives: three verbs for tensors, two for small agreements.
+
+Note [Strategies]
+    Backends differ more than their names promise. On gloo, one broadcast per owner in place is
+    three to four times faster than ``all_gather_into_tensor`` and moves the same bytes, and it
+    takes uneven slices. On NCCL an even all-gather is one kernel, in place. So the verb chooses by
+    backend and by the cuts; callers see no difference.
+
+Note [Control group]
+    Agreements are a few integers that the host must read. On a group without a CPU backend they
+    would wait for the device's queue, so such a group gets a gloo companion of the same members.
+
+Every method here must be called by all ranks of the group, in the same order, unless it says
+otherwise. Payloads travel as bytes, so that every dtype works on every backend.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from tensorplay.distributed.optim._core.ranks import GroupMembers, GroupRank
+
+# The name that torch gave the same collective in 2.13, or the older one, which 2.13 deprecates.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Waitable(Protocol):
+    """Something that has been launched and can be awaited."""
+
+    def wait(self) -> None:
+        """Returns once the result may be read; raises if it failed."""
+
+
+class Communicator(Protocol):
+    """The verbs that the rest of the package may use; tests pass a fake."""
+
+    members: GroupMembers
+
+    def can_send(self, device: torch.device) -> bool:
+        """Whether tensors on ``device`` can take part. No communication."""
+
+    def describe_backend(self) -> str:
+        """How messages call the backend. No communication."""
+
+    def gather_from_owners(self, flat: torch.Tensor, cuts: Sequence[int]) -> Waitable:
+        """Fills ``flat`` in place: each rank's slice ``[cuts[r], cuts[r+1])`` comes from rank r."""
+
+    def send(self, tensor: torch.Tensor, target: GroupRank) -> None:
+        """Sends a contiguous tensor; only the sender and ``target`` call."""
+
+    def receive_(self, tensor: torch.Tensor, source: GroupRank) -> None:
+        """Receives into a contiguous tensor; only the receiver and ``source`` call."""
+
+    def send_bytes(self, payload: bytes, target: GroupRank) -> None:
+        """Sends bytes of any length; only the sender and ``target`` call."""
+
+    def receive_bytes(self, source: GroupRank) -> bytes:
+        """Receives what ``send_bytes`` sent; only the receiver and ``source`` call."""
+
+    def transport_device(self) -> torch.device:
+        """A device whose tensors can take part, the CPU where it can. No communication."""
+
+    def max_(self, values: list[int]) -> list[int]:
+        """The element-wise maximum over ranks; blocks the host."""
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload by group rank, of any lengths; blocks the host."""
+
+
+class Works:
+    """Several launched operations, awaited together."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Awaits all of them, in the order of launch."""
+        for work in self._works:
+            work.wait()
+
+
+class GroupCommunicator:
+    """The verbs over a ``torch.distributed`` process group, of which this rank is a member.
+
+    Construction is collective where the group has no CPU backend (Note [Control group]).
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.members = GroupMembers.of(process_group)
+        self._backends = dist.distributed_c10d.BackendConfig(
+            dist.Backend(dist.get_backend_config(process_group))
+        ).get_device_backend_map()
+        self._control_group = (
+            process_group
+            if "cpu" in self._backends
+            else dist.new_group(
+                list(self.members.global_ranks), backend="gloo", use_local_synchronization=True
+            )
+        )
+
+    def can_send(self, device: torch.device) -> bool:
+        """Whether the group has a backend for ``device``."""
+        return device.type in self._backends
+
+    def describe_backend(self) -> str:
+        """The backend of each device type, as ``init_process_group`` takes it."""
+        return ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
+
+    def transport_device(self) -> torch.device:
+        """The CPU where the group can send from it, else its first device type's current device."""
+        if "cpu" in self._backends:
+            return torch.device("cpu")
+        device_type = next(iter(self._backends))
+        index = torch.get_device_module(device_type).current_device()
+        return torch.device(device_type, index)
+
+    def gather_from_owners(self, flat: torch.Tensor, cuts: Sequence[int]) -> Waitable:
+        """See :class:`Communicator`; Note [Strategies] says how."""
+        payload, scale = _as_bytes(flat), flat.element_size()
+        slices = [payload[start * scale : end * scale] for start, end in pairwise(cuts)]
+        even = len({piece.numel() for piece in slices}) == 1
+        if even and self._backends[flat.device.type] == "nccl":
+            own = slices[self.members.group_rank]
+            whole = payload[: cuts[-1] * scale]
+            return Works([_all_gather(whole, own, group=self.process_group, async_op=True)])
+        return Works(
+            [
+                dist.broadcast(
+                    piece, self.members.to_global(owner), group=self.process_group, async_op=True
+                )
+                for owner, piece in zip(self.members, slices, strict=True)
+                if piece.numel()
+            ]
+        )
+
+    def send(self, tensor: torch.Tensor, target: GroupRank) -> None:
+        """See :class:`Communicator`."""
+        dist.send(_as_bytes(tensor), self.members.to_global(target), group=self.process_group)
+
+    def receive_(self, tensor: torch.Tensor, source: GroupRank) -> None:
+        """See :class:`Communicator`."""
+        dist.recv(_as_bytes(tensor), self.members.to_global(source), group=self.process_group)
+
+    def send_bytes(self, payload: bytes, target: GroupRank) -> None:
+        """See :class:`Communicator`."""
+        peer = self.members.to_global(target)
+        dist.send(torch.tensor([len(payload)]), peer, group=self._control_group)
+        dist.send(_tensor_of(payload), peer, group=self._control_group)
+
+    def receive_bytes(self, source: GroupRank) -> bytes:
+        """See :class:`Communicator`."""
+        peer = self.members.to_global(source)
+        length = torch.empty(1, dtype=torch.int64)
+        dist.recv(length, peer, group=self._control_group)
+        payload = torch.empty(int(length.item()), dtype=torch.uint8)
+        dist.recv(payload, peer, group=self._control_group)
+        return _bytes_of(payload)
+
+    def max_(self, values: list[int]) -> list[int]:
+        """See :class:`Communicator`."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._control_group)
+        return [int(value) for value in tensor.tolist()]
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """See :class:`Communicator`."""
+        (longest,) = self.max_([len(payload)])
+        framed = len(payload).to_bytes(8, "little") + payload + bytes(longest - len(payload))
+        own = _tensor_of(framed)
+        gathered = [torch.empty_like(own) for _ in self.members]
+        dist.all_gather(gathered, own, group=self._control_group)
+        messages = [_bytes_of(message) for message in gathered]
+        return [message[8:][: int.from_bytes(message[:8], "little")] for message in messages]
+
+
+def connect(process_group: dist.ProcessGroup | None, user: str) -> GroupCommunicator:
+    """The communicator of ``process_group``, or of the default group.
+
+    Args:
+        process_group: the group, or ``None`` for the default one.
+        user: whose name messages carry.
+
+    Raises:
+        RuntimeError: if there is no process group to use.
+        ValueError: if this rank isn't a member of the group.
+    """
+    if not dist.is_available():
+        raise RuntimeError(f"{user} needs torch.distributed, which this build of torch lacks")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{user} needs a process group, and none is initialised: call "
+            "torch.distributed.init_process_group('gloo') (or 'nccl' on GPUs) first and start the "
+            "script with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    group = process_group or dist.group.WORLD
+    assert group is not None  # noqa: S101 - narrows a type; it is initialised
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"global rank {dist.get_rank()} is not a member of the process_group given to {user}; "
+            "construct it on the members only"
+        )
+    return GroupCommunicator(group)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _tensor_of(payload: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())

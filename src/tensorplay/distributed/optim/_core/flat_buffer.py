@@ -1,0 +1,97 @@
+"""Memory of a bucket: one flat tensor, and views of it in the shapes of its parameters."""
+
+from collections.abc import Sequence
+
+import torch
+
+from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, Slot
+from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
+from tensorplay.distributed.optim._core.ranks import GroupRank
+
+
+class FlatBuffer:
+    """One flat tensor laid out as ``layout`` says.
+
+    Args:
+        layout: where each parameter lies.
+        specs: all parameters' specs, by index.
+        storage: ``(numel,)`` memory to use, at least as long as the layout; allocated if absent.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        specs: Sequence[ParameterSpec],
+        storage: torch.Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.flat = (
+            torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+            if storage is None
+            else storage[: layout.numel]
+        )
+        self._specs = specs
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """The slot in the shape and strides of its parameter; writes go through."""
+        spec = self._specs[slot.parameter]
+        return self.flat.as_strided(
+            spec.shape, spec.stride, self.flat.storage_offset() + slot.offset
+        )
+
+    def pack_(self, parameters: Sequence[torch.Tensor], slots: Sequence[Slot]) -> None:
+        """Copies the values of ``parameters`` (by index) into ``slots``."""
+        if slots:
+            torch._foreach_copy_(
+                [self.view(slot) for slot in slots],
+                [parameters[slot.parameter].detach() for slot in slots],
+            )
+
+    def unpack_(self, parameters: Sequence[torch.Tensor], slots: Sequence[Slot]) -> None:
+        """Copies ``slots`` back into the storages of ``parameters`` (by index)."""
+        if slots:
+            torch._foreach_copy_(
+                [parameters[slot.parameter].detach() for slot in slots],
+                [self.view(slot) for slot in slots],
+            )
+
+
+class ParameterHome:
+    """A flat buffer in which parameters live: their ``.data`` are views of it, values unchanged."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self._buffer = FlatBuffer(layout, specs)
+        self._parameters = parameters
+        self._buffer.pack_(parameters, layout.slots)
+        self._addresses = []
+        for slot in layout.slots:
+            view = self._buffer.view(slot)
+            parameters[slot.parameter].data = view
+            self._addresses.append(view.data_ptr())
+
+    @property
+    def layout(self) -> BucketLayout:
+        """Where each parameter lies."""
+        return self._buffer.layout
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """``(numel,)``: all parameters of the bucket; owned by this object."""
+        return self._buffer.flat
+
+    def strayed(self) -> Slot | None:
+        """The first parameter whose storage was replaced since it moved in, if any."""
+        for slot, address in zip(self.layout.slots, self._addresses, strict=True):
+            if self._parameters[slot.parameter].data_ptr() != address:
+                return slot
+        return None
+
+    def slots_of_others(self, group_rank: GroupRank) -> tuple[Slot, ...]:
+        """The slots that other ranks than ``group_rank`` own."""
+        own = set(self.layout.slots_of(group_rank))
+        return tuple(slot for slot in self.layout.slots if slot not in own)

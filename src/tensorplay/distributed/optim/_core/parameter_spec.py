@@ -1,0 +1,141 @@
+"""What a plan knows of a parameter: metadata only, the same on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Metadata of one parameter.
+
+    Attributes:
+        index: its place among all parameters, in the order in which the user gave them.
+        shape: its sizes.
+        stride: its strides in elements if it is dense without overlap, else those of a contiguous
+            tensor of its shape: the order in which its elements travel.
+        dtype: its element type.
+        device: where it lives.
+        trainable: whether it required a gradient when the plan was made.
+        memory_unit: parameters with the same number overlap in memory and must stay together.
+        owns_storage: nothing else lives in its storage, as far as these parameters show.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    trainable: bool
+    memory_unit: int
+    owns_storage: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def accepts(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` still has the shape, dtype and device that were planned for."""
+        return (
+            parameter.dtype == self.dtype
+            and parameter.shape == self.shape
+            and parameter.device == self.device
+        )
+
+
+def describe_parameters(parameters: Sequence[torch.Tensor]) -> tuple[ParameterSpec, ...]:
+    """Reads the metadata of ``parameters``, among which no tensor may stand twice."""
+    extents = [_extent(parameter) for parameter in parameters]
+    units = _memory_units(parameters, extents)
+    lodgers: dict[int, int] = {}
+    for parameter in parameters:
+        pointer = _storage_pointer(parameter)
+        lodgers[pointer] = lodgers.get(pointer, 0) + 1
+    return tuple(
+        ParameterSpec(
+            index=index,
+            shape=tuple(parameter.shape),
+            stride=_dense_stride(parameter),
+            dtype=parameter.dtype,
+            device=parameter.device,
+            trainable=parameter.requires_grad,
+            memory_unit=units[index],
+            owns_storage=(lodgers[_storage_pointer(parameter)] == 1 and _fills_storage(parameter)),
+        )
+        for index, parameter in enumerate(parameters)
+    )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a contiguous stretch of memory once each, in any order of axes."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.numel() and is_dense(tensor):
+        return tuple(tensor.stride())
+    stride, step = [], 1
+    for size in reversed(tensor.shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _storage_pointer(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _fills_storage(tensor: torch.Tensor) -> bool:
+    return (
+        is_dense(tensor)
+        and tensor.storage_offset() == 0
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    )
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses between which the elements lie; empty for a tensor without elements."""
+    start = tensor.data_ptr()
+    if start == 0 or tensor.numel() == 0:
+        return (0, 0)
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (start, start + (last + 1) * tensor.element_size())
+
+
+def _memory_units(
+    parameters: Sequence[torch.Tensor], extents: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Numbers parameters so that those whose extents overlap share the lowest of their indices."""
+    units = list(range(len(parameters)))
+    order = sorted(
+        (index for index, extent in enumerate(extents) if extent != (0, 0)),
+        key=lambda index: (str(parameters[index].device), extents[index], index),
+    )
+    run: list[int] = []  # parameters whose extents form one unbroken stretch
+    run_device, run_end = None, 0
+    for index in order:
+        start, end = extents[index]
+        if not run or parameters[index].device != run_device or start >= run_end:
+            run, run_device, run_end = [index], parameters[index].device, end
+        else:
+            run.append(index)
+            run_end = max(run_end, end)
+            lowest = min(run)
+            for member in run:
+                units[member] = lowest
+    return units

@@ -1,0 +1,152 @@
+"""An ``Optimizer`` around an ``Optimizer``: what both show the user is one thing."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+NOT_OPTIONS = ("params", "param_names")
+"""Keys of a param group that say *what* is optimized; all others are options: how."""
+
+
+class WrappedOptimizer(Optimizer):
+    """A real ``torch.optim.Optimizer`` that lets an inner one, ``self.optim``, do the updates.
+
+    ``state`` and ``defaults`` are the inner optimizer's own, so that schedulers, which read
+    ``defaults``, and users, who read ``state``, see what is really there. Step hooks registered on
+    the wrapper fire for the wrapper; torch's global step hooks fire once per step, not a second
+    time for the inner optimizer.
+    """
+
+    optim: Optimizer
+    """The inner optimizer, as ``optimizer_class`` made it."""
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """The inner optimizer's state: by parameter, live."""
+        return self.optim.state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        if "optim" in self.__dict__:  # `Optimizer.__init__` assigns before there is one
+            self.optim.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's default options, live."""
+        return self.optim.defaults if "optim" in self.__dict__ else self.__dict__["_defaults"]
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        if "optim" in self.__dict__:
+            self.optim.defaults = value
+        else:
+            self.__dict__["_defaults"] = value
+
+    def _step_inner(self, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]) -> Any:
+        """One step of the inner optimizer, with its own step hooks but not the global ones again."""
+        optimizer = self.optim
+        step = type(optimizer).step
+        bare = getattr(step, "__wrapped__", None)
+        if "step" in vars(optimizer) or bare is None or not getattr(step, "hooked", False):
+            return _call(optimizer.step, closure, kwargs)  # somebody patched it: call what is there
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001
+            bare = _with_own_hooks(bare)
+        with torch.autograd.profiler.record_function(
+            f"Optimizer.step#{type(optimizer).__name__}.step"
+        ):
+            return _call(bare.__get__(optimizer), closure, kwargs)
+
+    def _run_state_dict_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = _or(hook(self, state_dict), state_dict)
+        return state_dict
+
+    def _run_load_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = _or(hook(self, state_dict), state_dict)
+        return state_dict
+
+
+def canonical_groups(params: Any) -> list[dict[str, Any]]:
+    """Turns any form of ``params`` that ``torch.optim`` takes into fresh group dicts of lists.
+
+    The caller's dicts and lists are neither kept nor changed. What isn't valid is left for
+    ``torch.optim.Optimizer`` to refuse, with its own words.
+    """
+    if isinstance(params, torch.Tensor):
+        raise TypeError(
+            "params argument given to the optimizer should be an iterable of Tensors or dicts, but "
+            f"got {torch.typename(params)}; put the tensor into a list"
+        )
+    entries = list(params)
+    if not entries:
+        raise ValueError("optimizer got an empty parameter list")
+    if not isinstance(entries[0], dict):
+        return [{"params": entries}]
+    return [canonical_group(group) for group in entries]
+
+
+def canonical_group(group: Any) -> dict[str, Any]:
+    """Copies one group, its ``params`` as a list; a single tensor becomes a list of one."""
+    if not isinstance(group, dict):
+        raise TypeError(f"param_group must be a dict, but got {type(group)}")
+    if "params" not in group:
+        raise ValueError(f"a param group needs the key 'params', but this one has {list(group)}")
+    params = group["params"]
+    if isinstance(params, (torch.Tensor, set)):  # a set is refused by torch, with its reason
+        return {**group, "params": params}
+    return {**group, "params": list(params)}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without what it optimizes."""
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+def copy_options_(sources: Iterable[Mapping[str, Any]], targets: Iterable[dict[str, Any]]) -> None:
+    """Writes every option of each source group into the target group at the same place."""
+    for source, target in zip(sources, targets, strict=True):
+        target.update(options_of(source))
+
+
+def parameter_indices(groups: Iterable[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
+    """The index that ``Optimizer.state_dict`` gives each parameter: where it stands first."""
+    indices: dict[torch.Tensor, int] = {}
+    for index, parameter in enumerate(all_parameters(groups)):
+        indices.setdefault(parameter, index)
+    return indices
+
+
+def all_parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[torch.Tensor]:
+    """The parameters of all groups, in order."""
+    return chain.from_iterable(group["params"] for group in groups)
+
+
+def _call(
+    step: Callable[..., Any], closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]
+) -> Any:
+    return step(**kwargs) if closure is None else step(closure, **kwargs)
+
+
+def _with_own_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` between the hooks registered on its optimizer, as torch calls them."""
+
+    def hooked(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        arguments: tuple[Any, ...] = (optimizer, *args)
+        for pre_hook in optimizer._optimizer_step_pre_hooks.values():  # noqa: SLF001
+            arguments, kwargs = _or(pre_hook(optimizer, arguments, kwargs), (arguments, kwargs))
+        result = step(*arguments, **kwargs)
+        for post_hook in optimizer._optimizer_step_post_hooks.values():  # noqa: SLF001
+            post_hook(optimizer, arguments, kwargs)
+        return result
+
+    return hooked
+
+
+def _or(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value

@@ -1,0 +1,310 @@
+"""Shards of optimizer state -> the full state on one rank, and back.
+
+Consolidation sends each byte once, from its owner to the target. The structure of the state goes
+first, as tagged JSON; then the tensors: large ones straight out of and into their own memory, small
+ones packed into chunks. Nothing is unpickled, and no rank but the target holds more than a chunk.
+"""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tensorplay.distributed.optim._core import tagged_json
+from tensorplay.distributed.optim._core.agreement import Agreement
+from tensorplay.distributed.optim._core.collectives import Communicator
+from tensorplay.distributed.optim._core.parameter_spec import is_dense
+from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.tagged_json import Json
+from tensorplay.distributed.optim._core.wrapped_optimizer import options_of, parameter_indices
+
+CHUNK_BYTES = 8 * 1024 * 1024
+PACK_BELOW_BYTES = 256 * 1024
+
+ShardState = dict[int, Any]
+"""The state of some parameters, by parameter index."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """How a state tensor travels and where it goes: metadata only."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device_type: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorSpec":
+        """Reads the metadata; a tensor that isn't dense arrives contiguous."""
+        dense = is_dense(tensor)
+        stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+        return cls(tensor.dtype, tuple(tensor.shape), tuple(stride), tensor.device.type)
+
+    def allocate(self, device_of_type: Mapping[str, torch.device]) -> torch.Tensor:
+        """Memory to receive the tensor, on this rank's device of the same type."""
+        device = device_of_type.get(self.device_type, torch.device(self.device_type))
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of the state, ready to travel.
+
+    Attributes:
+        structure: everything but the tensors.
+        tensors: the tensors that ``structure`` refers to; dense, though not always contiguous.
+    """
+
+    structure: Json
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def encode(cls, state: ShardState) -> "Shard":
+        """Takes the tensors out of ``state``; ``TypeError`` names what can't be sent."""
+        tensors: list[torch.Tensor] = []
+        structure = [
+            [index, tagged_json.encode(value, tensors, f"the state of parameter {index}")]
+            for index, value in state.items()
+        ]
+        return cls(structure, tuple(t if is_dense(t) else t.contiguous() for t in tensors))
+
+    def decode(self) -> ShardState:
+        """The state again, around :attr:`tensors`."""
+        return {index: tagged_json.decode(value, self.tensors) for index, value in self.structure}
+
+    def header(self) -> bytes:
+        """The structure and the tensors' metadata as JSON."""
+        specs = [TensorSpec.of(tensor) for tensor in self.tensors]
+        return json.dumps(
+            [
+                self.structure,
+                [
+                    [
+                        str(spec.dtype).removeprefix("torch."),
+                        spec.shape,
+                        spec.stride,
+                        spec.device_type,
+                    ]
+                    for spec in specs
+                ],
+            ]
+        ).encode()
+
+    @classmethod
+    def allocate(cls, header: bytes, device_of_type: Mapping[str, torch.device]) -> "Shard":
+        """A shard of the announced structure, whose tensors wait to be received."""
+        structure, described = json.loads(header)
+        return cls(
+            structure,
+            tuple(
+                TensorSpec(
+                    getattr(torch, dtype), tuple(shape), tuple(stride), device_type
+                ).allocate(device_of_type)
+                for dtype, shape, stride, device_type in described
+            ),
+        )
+
+
+def consolidate(
+    communicator: Communicator,
+    agreement: Agreement,
+    state: ShardState,
+    target: GroupRank,
+    device_of_type: Mapping[str, torch.device],
+) -> ShardState | None:
+    """Brings every rank's part of the state to ``target``; every rank must call.
+
+    Args:
+        communicator: carries headers and tensors.
+        agreement: settles that nothing went wrong before bytes begin to move.
+        state: this rank's part, by parameter index.
+        target: who receives; it gets copies, also of its own part.
+        device_of_type: this rank's device of each type, for the tensors that it receives.
+
+    Returns:
+        On ``target`` the full state in index order, elsewhere ``None``.
+
+    Raises:
+        TypeError: if some state is neither tensor nor plain data, on the rank that holds it; the
+            other ranks raise ``PeerError``.
+    """
+    shard = Shard([], ())
+    error: Exception | None = None
+    try:
+        shard = Shard.encode(state)
+    except TypeError as problem:
+        error = problem
+    agreement.settle("consolidate_state_dict (structure)", error=error)
+    members = communicator.members
+    if members.group_rank != target:
+        communicator.send_bytes(shard.header(), target)
+    received: dict[GroupRank, Shard] = {}
+    try:
+        if members.group_rank == target:
+            for source in members:
+                header = shard.header() if source == target else communicator.receive_bytes(source)
+                received[source] = Shard.allocate(header, device_of_type)
+    except (MemoryError, RuntimeError) as problem:  # torch reports lack of memory as the latter
+        error = problem
+    agreement.settle("consolidate_state_dict (memory)", error=error)
+    if members.group_rank != target:
+        send_tensors(communicator, shard.tensors, target)
+        return None
+    full: ShardState = {}
+    for source, arriving in received.items():
+        if source == target:
+            for own, kept in zip(shard.tensors, arriving.tensors, strict=True):
+                kept.copy_(own)
+        else:
+            receive_tensors_(communicator, arriving.tensors, source)
+        full.update(arriving.decode())
+    return {index: full[index] for index in sorted(full)}
+
+
+def require_fit(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ``ValueError`` if a full state dict isn't one of an optimizer with ``groups``."""
+    missing = {"state", "param_groups"} - set(state_dict)
+    if missing:
+        raise ValueError(
+            f"the state dict lacks {sorted(missing)}; pass the full dict that state_dict() of this "
+            "class or of the plain optimizer returned"
+        )
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            "loaded state dict has a different number of parameter groups: "
+            f"{len(saved_groups)} instead of {len(groups)}"
+        )
+    for position, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of "
+                f"optimizer's group: group {position} has {len(saved['params'])} parameters "
+                f"instead of {len(group['params'])}"
+            )
+
+
+def own_part(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    own_groups: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Copies out of a full state dict what the parameters of ``own_groups`` need.
+
+    Args:
+        state_dict: the full dict, which fits ``groups``; it isn't changed.
+        groups: all parameters.
+        own_groups: the groups of the local optimizer, whose parameters are some of these.
+
+    Returns:
+        A state dict for the local optimizer: its indices, the saved options, and copies.
+    """
+    saved_index: dict[torch.Tensor, Any] = {}
+    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
+        for index, parameter in zip(saved["params"], group["params"], strict=True):
+            saved_index.setdefault(parameter, index)
+    own_index = parameter_indices(own_groups)
+    saved_state = state_dict["state"]
+    state = {
+        own: _clone(saved_state[saved_index[parameter]])
+        for parameter, own in own_index.items()
+        if parameter in saved_index and saved_index[parameter] in saved_state
+    }
+    of_parameters = set(saved_index.values())
+    shared = {key: _clone(value) for key, value in saved_state.items() if key not in of_parameters}
+    return {
+        "state": {**state, **shared},
+        "param_groups": [
+            {**_clone(options_of(saved)), "params": [own_index[p] for p in own["params"]]}
+            for saved, own in zip(state_dict["param_groups"], own_groups, strict=True)
+        ],
+    }
+
+
+def _clone(value: Any) -> Any:
+    """A deep copy in which a tensor that is a view doesn't bring its whole storage along."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _clone(item) for key, item in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(_clone(item) for item in value)
+    return copy.deepcopy(value)
+
+
+def send_tensors(
+    communicator: Communicator, tensors: Sequence[torch.Tensor], target: GroupRank
+) -> None:
+    """Sends dense tensors to ``target``, which calls :func:`receive_tensors_` with their likes."""
+    for piece in _pieces(communicator, tensors):
+        communicator.send(piece.to_wire(), target)
+
+
+def receive_tensors_(
+    communicator: Communicator, tensors: Sequence[torch.Tensor], source: GroupRank
+) -> None:
+    """Receives into dense tensors what ``source`` sends from tensors of the same metadata."""
+    for piece in _pieces(communicator, tensors):
+        wire = piece.wire()
+        communicator.receive_(wire, source)
+        piece.from_wire_(wire)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some stretches of bytes that travel as one message."""
+
+    parts: tuple[torch.Tensor, ...]
+    direct: bool
+    device: torch.device
+
+    def wire(self) -> torch.Tensor:
+        """Memory for the message: the only part itself, or a chunk."""
+        if self.direct:
+            return self.parts[0]
+        nbytes = sum(part.numel() for part in self.parts)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def to_wire(self) -> torch.Tensor:
+        wire = self.wire()
+        if not self.direct:
+            torch.cat([part.to(self.device) for part in self.parts], out=wire)
+        return wire
+
+    def from_wire_(self, wire: torch.Tensor) -> None:
+        if not self.direct:
+            for part, arrived in zip(
+                self.parts, torch.split(wire, [part.numel() for part in self.parts]), strict=True
+            ):
+                part.copy_(arrived)
+
+
+def _pieces(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> Iterator[_Piece]:
+    """The messages, derived from metadata only, so that both ends derive the same."""
+    transport = communicator.transport_device()
+    small: list[torch.Tensor] = []
+    num_small_bytes = 0
+    for tensor in tensors:
+        flat = _flat_bytes(tensor)
+        if flat.numel() < PACK_BELOW_BYTES:
+            if num_small_bytes + flat.numel() > CHUNK_BYTES:
+                yield _Piece(tuple(small), direct=False, device=transport)
+                small, num_small_bytes = [], 0
+            if flat.numel():
+                small.append(flat)
+                num_small_bytes += flat.numel()
+        elif communicator.can_send(tensor.device):
+            yield _Piece((flat,), direct=True, device=tensor.device)
+        else:
+            for part in torch.split(flat, CHUNK_BYTES):
+                yield _Piece((part,), direct=False, device=transport)
+    if small:
+        yield _Piece(tuple(small), direct=False, device=transport)
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,166 @@
+"""Updated shards -> every rank: the last of the three verbs of a sharded step.
+
+A bucket travels in one of three ways. *Resident*: its parameters live in it, nothing is copied.
+*In place*: its only parameter is sent from and received into its own storage. *Staged*: the owner
+packs its slots into a staging buffer, the others unpack theirs from it. Two staging buffers serve
+the staged buckets in turn, so that packing one overlaps with sending the other.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
+from tensorplay.distributed.optim._core.collectives import Communicator, Waitable
+from tensorplay.distributed.optim._core.flat_buffer import FlatBuffer, ParameterHome
+from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, is_dense
+
+NUM_STAGING_BUFFERS = 2
+
+
+class ParameterBucket(Protocol):
+    """A bucket that can be gathered."""
+
+    layout: BucketLayout
+
+    def launch(self, communicator: Communicator) -> Waitable:
+        """Starts the gather; after ``wait()`` this rank holds every owner's values."""
+
+
+class ResidentBucket:
+    """The parameters live in the bucket."""
+
+    def __init__(self, home: ParameterHome) -> None:
+        self.home = home
+        self.layout = home.layout
+
+    def launch(self, communicator: Communicator) -> Waitable:
+        """See :class:`ParameterBucket`."""
+        return communicator.gather_from_owners(self.home.flat, self.layout.cuts)
+
+
+class InPlaceBucket:
+    """The bucket is one dense parameter, which keeps its storage."""
+
+    def __init__(self, layout: BucketLayout, parameters: Sequence[torch.Tensor]) -> None:
+        self.layout = layout
+        (self._slot,) = layout.slots
+        self._parameter = parameters[self._slot.parameter]
+
+    def launch(self, communicator: Communicator) -> Waitable:
+        """See :class:`ParameterBucket`."""
+        flat = self._parameter.detach().as_strided((self._slot.numel,), (1,))
+        without_padding = [min(cut, self._slot.numel) for cut in self.layout.cuts]
+        return communicator.gather_from_owners(flat, without_padding)
+
+
+class StagedBucket:
+    """The parameters keep their storages and travel through a staging buffer."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.Tensor],
+        staging: "StagingBuffer",
+    ) -> None:
+        self.layout = layout
+        self._specs = specs
+        self._parameters = parameters
+        self._staging = staging
+
+    def launch(self, communicator: Communicator) -> Waitable:
+        """See :class:`ParameterBucket`."""
+        storage = self._staging.take(self.layout)
+        buffer = FlatBuffer(self.layout, self._specs, storage)
+        own = self.layout.slots_of(communicator.members.group_rank)
+        owned = {slot.parameter for slot in own}
+        others = [slot for slot in self.layout.slots if slot.parameter not in owned]
+        buffer.pack_(self._parameters, own)
+        gathering = communicator.gather_from_owners(buffer.flat, self.layout.cuts)
+        return self._staging.occupy(gathering, lambda: buffer.unpack_(self._parameters, others))
+
+
+class StagingBuffer:
+    """Memory lent to one staged bucket at a time; it grows to the largest that has used it."""
+
+    def __init__(self) -> None:
+        self._storage: torch.Tensor | None = None
+        self._occupant: _Unpacking | None = None
+
+    def take(self, layout: BucketLayout) -> torch.Tensor:
+        """Waits until the last user has unpacked; returns ``(layout.numel,)`` elements."""
+        if self._occupant is not None:
+            occupant, self._occupant = self._occupant, None
+            occupant.wait()
+        if self._storage is None or self._storage.numel() < layout.nbytes:
+            self._storage = None  # free the smaller one first
+            self._storage = torch.empty(layout.nbytes, dtype=torch.uint8, device=layout.device)
+        return self._storage[: layout.nbytes].view(layout.dtype)
+
+    def occupy(self, gathering: Waitable, unpack: Callable[[], None]) -> Waitable:
+        """Marks the memory as in use until ``gathering`` has arrived and been unpacked."""
+        self._occupant = _Unpacking(gathering, unpack)
+        return self._occupant
+
+
+class _Unpacking:
+    def __init__(self, gathering: Waitable, unpack: Callable[[], None]) -> None:
+        self._gathering = gathering
+        self._unpack = unpack
+        self._done = False
+
+    def wait(self) -> None:
+        if not self._done:
+            self._done = True
+            self._gathering.wait()
+            self._unpack()
+
+
+class ParameterBuckets:
+    """All buckets of an optimizer, in the order in which they are gathered.
+
+    Args:
+        parameters: all parameters by index; the list is kept and may grow.
+        resident: whether parameters that own their storage move into their buckets.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], *, resident: bool) -> None:
+        self._parameters = parameters
+        self._resident = resident
+        self._staging: dict[torch.device, tuple[StagingBuffer, ...]] = {}
+        self._num_staged = 0
+        self.buckets: list[ParameterBucket] = []
+
+    def add(self, layout: BucketLayout, specs: Sequence[ParameterSpec]) -> None:
+        """Adds a bucket; moves its parameters into it if they are to be resident."""
+        if self._resident and layout.resident and layout.trainable:
+            home = ParameterHome(layout, specs, self._parameters)
+            self.buckets.append(ResidentBucket(home))
+        elif len(layout.slots) == 1 and is_dense(self._parameters[layout.slots[0].parameter]):
+            self.buckets.append(InPlaceBucket(layout, self._parameters))
+        else:
+            buffers = self._staging.setdefault(
+                layout.device, tuple(StagingBuffer() for _ in range(NUM_STAGING_BUFFERS))
+            )
+            buffer = buffers[self._num_staged % NUM_STAGING_BUFFERS]
+            self._num_staged += 1
+            self.buckets.append(StagedBucket(layout, specs, self._parameters, buffer))
+
+    def launch(self, communicator: Communicator, *, trainable: bool) -> list[Waitable]:
+        """Starts gathering the buckets that were trainable, or frozen, when they were planned."""
+        return [
+            bucket.launch(communicator)
+            for bucket in self.buckets
+            if bucket.layout.trainable == trainable
+        ]
+
+    def strayed(self) -> int | None:
+        """The index of a resident parameter whose storage was replaced, if there is one."""
+        for bucket in self.buckets:
+            if isinstance(bucket, ResidentBucket):
+                slot = bucket.home.strayed()
+                if slot is not None:
+                    return slot.parameter
+        return None

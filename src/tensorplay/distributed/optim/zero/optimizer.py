@@ -1,0 +1,551 @@
+"""``ZeroRedundancyOptimizer``: any optimizer, its state sharded across the ranks of a group."""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from tensorplay.distributed.optim._core import tagged_json
+from tensorplay.distributed.optim._core.agreement import Agreement
+from tensorplay.distributed.optim._core.collectives import connect
+from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.tagged_json import Json
+from tensorplay.distributed.optim._core.wrapped_optimizer import (
+    NOT_OPTIONS,
+    WrappedOptimizer,
+    all_parameters,
+    canonical_group,
+    canonical_groups,
+    copy_options_,
+    options_of,
+    parameter_indices,
+)
+from tensorplay.distributed.optim.zero.checkpoint import consolidate, own_part, require_fit
+from tensorplay.distributed.optim.zero.coupled_optimizers import refuse_coupled
+from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
+from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
+from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
+
+__all__ = ["ZeroRedundancyOptimizer"]
+
+
+class ZeroRedundancyOptimizer(WrappedOptimizer):
+    r"""Wraps any ``torch.optim.Optimizer`` class and shards its state across the ranks of a group.
+
+    Each rank keeps the optimizer state of about ``1 / world_size`` of the parameters, steps only
+    these, and gets the others' new values from their owners: the first stage of `ZeRO
+    <https://arxiv.org/abs/1910.02054>`_. A parameter belongs to one rank as a whole (sorted greedy,
+    largest first to the least loaded rank), so any optimizer class works that updates each
+    parameter from its own gradient and state. The result equals the plain optimizer's, bit for bit.
+
+    The gradients must be averaged before :meth:`step`, usually by ``DistributedDataParallel``;
+    whether the optimizer is made before or after the model is wrapped doesn't matter.
+
+    Follows ``torch.distributed.optim.ZeroRedundancyOptimizer``, with the differences that
+    parameters of several dtypes and devices may be mixed, parameters are gathered bucket by bucket
+    instead of one by one, saved state never passes through pickle, and ranks that disagree get an
+    error instead of a hang.
+
+    The constructor and the methods that say so must be called on every rank of the group.
+
+    Args:
+        params: what ``torch.optim`` takes: tensors, named tensors, or dicts of them with options.
+        optimizer_class: class of the local optimizer.
+
+    Keyword Args:
+        process_group: the group to shard across (default: the default group).
+        parameters_as_bucket_view: if true, trainable parameters move into flat buffers, as views
+            with their shapes and strides, and are gathered there without copies. Build the
+            optimizer after the model is on its device and in its dtype. If false, parameters keep
+            their storage and travel through two staging buffers of at most 25 MB.
+        overlap_with_ddp: not available yet; true raises ``NotImplementedError``.
+        **defaults: options for ``optimizer_class``.
+
+    Attributes:
+        optim: the local optimizer. It holds the parameters that this rank owns; where a group has
+            none, it holds an empty placeholder, since some optimizers need a parameter.
+        param_groups: all parameters and options, live: what schedulers change here is used.
+        state: the state of the parameters that this rank owns, live.
+
+    Raises:
+        RuntimeError: if no process group is initialised, or the ranks disagree about parameters,
+            options or world size; on every rank, naming the first difference.
+        ValueError: if this rank isn't in the group, ``optimizer_class`` couples all parameters
+            (LBFGS, Prodigy, D-Adaptation), or a parameter is on a device for which the group has
+            no backend; also whatever ``optimizer_class`` raises. The other ranks raise too.
+
+    Example:
+        >>> model = DistributedDataParallel(model)
+        >>> optimizer = ZeroRedundancyOptimizer(
+        ...     model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3
+        ... )
+        >>> loss_fn(model(inputs), targets).backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        if overlap_with_ddp:
+            raise NotImplementedError(
+                "overlap_with_ddp=True is not available yet; leave it False: the step then runs "
+                "after backward, with the same result"
+            )
+        self._communicator = connect(process_group, type(self).__name__)
+        self._agreement = Agreement(self._communicator, type(self).__name__)
+        self.process_group = self._communicator.process_group
+        self._consolidated: dict[str, Any] | None = None
+        error = None
+        try:
+            self._plan_and_build(params, optimizer_class, defaults)
+        except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
+            error = problem
+        self._agreement.settle(
+            "__init__",
+            None
+            if error
+            else {
+                **self._describe_parameters(),
+                **self._describe_options(),
+                "optimizer_class": tagged_json.describe(type(self.optim)),
+                "parameters_as_bucket_view": bool(parameters_as_bucket_view),
+                "world_size": self._communicator.members.world_size,
+            },
+            error,
+        )
+        self._buckets = ParameterBuckets(self._parameters, resident=parameters_as_bucket_view)
+        for layout in self._plan.layouts:
+            self._buckets.add(layout, self._plan.specs)
+
+    def _plan_and_build(
+        self, params: Iterable[Any], optimizer_class: type[Optimizer], defaults: dict[str, Any]
+    ) -> None:
+        refuse_coupled(optimizer_class)
+        super().__init__(canonical_groups(params), dict(defaults))
+        self._parameters = list(dict.fromkeys(all_parameters(self.param_groups)))
+        self._refuse_unsendable(self._parameters)
+        self._plan = ShardingPlan.of(self._parameters, self._communicator.members.world_size)
+        self._placeholders: set[torch.Tensor] = set()
+        self.optim = optimizer_class(
+            [self._owned_group(group) for group in self.param_groups], **defaults
+        )
+        refuse_coupled(type(self.optim))
+        self._drop_placeholder_state()
+        copy_options_(self.optim.param_groups, self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters and gives each an owner; nobody else's owner changes.
+
+        Every rank must call it, with the same group.
+
+        Args:
+            param_group: as for ``torch.optim.Optimizer.add_param_group``; it isn't changed.
+
+        Raises:
+            RuntimeError: if the ranks' groups differ; on every rank, and nothing is added.
+            TypeError, ValueError: for an invalid group; the other ranks raise too.
+        """
+        if "optim" not in vars(self):  # `Optimizer.__init__` adds the first groups
+            super().add_param_group(param_group)
+            return
+        before = len(self.param_groups), len(self.optim.param_groups), len(self._parameters)
+        plan, error = self._plan, None
+        try:
+            super().add_param_group(canonical_group(param_group))
+            group = self.param_groups[-1]
+            known = set(self._parameters)
+            added = [p for p in dict.fromkeys(group["params"]) if p not in known]
+            self._refuse_unsendable(added)
+            self._parameters.extend(added)
+            self._plan = ShardingPlan.of(self._parameters, plan.partition.num_ranks, before=plan)
+            self.optim.add_param_group(self._owned_group(group))
+            copy_options_(self.optim.param_groups[-1:], [group])
+        except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
+            error = problem
+        try:
+            self._agreement.settle(
+                "add_param_group",
+                None
+                if error
+                else {**self._describe_parameters(before[2]), **self._describe_options()},
+                error,
+            )
+        except BaseException:
+            del self.param_groups[before[0] :]
+            del self.optim.param_groups[before[1] :]
+            del self._parameters[before[2] :]
+            self._plan = plan
+            raise
+        self._drop_placeholder_state()
+        for layout in self._plan.layouts[len(plan.layouts) :]:
+            self._buckets.add(layout, self._plan.specs)
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Steps what this rank owns, then brings every rank's parameters up to date.
+
+        Every rank must call it. If the update fails on a rank, the parameters are made equal on all
+        ranks all the same, and all of them raise.
+
+        Args:
+            closure: re-evaluates the model and returns the loss. The local optimizer calls it, on
+                every rank, as often as its algorithm says.
+            **kwargs: passed to the local optimizer's ``step``.
+
+        Returns:
+            What the local optimizer's ``step`` returns: usually the closure's loss, or ``None``.
+
+        Raises:
+            RuntimeError: if the ranks' options differ (naming option and values), or a parameter's
+                storage, dtype, shape or device was replaced; on every rank, before anything changes.
+        """
+        copy_options_(self.param_groups, self.optim.param_groups)
+        self._agreement.settle("step", self._describe_options(), self._find_replaced())
+        loss, error = self._step_owned(closure, kwargs)
+        self._gather_parameters(error)
+        return loss
+
+    def _step_owned(
+        self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]
+    ) -> tuple[Any, Exception | None]:
+        try:
+            loss = self._step_inner(closure, kwargs)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for our parameters
+            return None, error
+        copy_options_(self.optim.param_groups, self.param_groups)
+        return loss, None
+
+    @torch.no_grad()
+    def _gather_parameters(self, error: Exception | None) -> None:
+        """Gathers the trainable buckets, and the frozen ones if one has gradients on its owner."""
+        gathering = self._buckets.launch(self._communicator, trainable=True)
+        thawed = int(self._owned_frozen_has_gradient())
+        failure = None
+        try:
+            thawed = self._agreement.settle("step (update)", error=error, flag=thawed)
+        except Exception as problem:  # noqa: BLE001 - raised below, when the replicas agree again
+            failure, thawed = problem, 1
+        if thawed:
+            gathering += self._buckets.launch(self._communicator, trainable=False)
+        for bucket in gathering:
+            bucket.wait()
+        if failure:
+            raise failure
+
+    def _owned_frozen_has_gradient(self) -> bool:
+        rank = self._communicator.members.group_rank
+        return any(
+            self._parameters[slot.parameter].grad is not None
+            for layout in self._plan.layouts
+            if not layout.trainable
+            for slot in layout.slots_of(rank)
+        )
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Brings the full optimizer state to one rank, where :meth:`state_dict` then returns it.
+
+        Every rank must call it. Each byte is sent once, from its owner to the target. The copy is
+        a snapshot: later steps don't change it. It takes the memory of the full state on the target
+        until :meth:`release_consolidated_state_dict` or the next consolidation.
+
+        Args:
+            to: group rank that receives the state.
+
+        Raises:
+            ValueError: if ``to`` is no rank of the group.
+            TypeError: if a parameter's state holds something that is neither a tensor nor plain
+                data; the other ranks raise too.
+        """
+        members = self._communicator.members
+        error = None
+        if to not in range(members.world_size):
+            error = ValueError(f"to={to!r} is not a rank of a group of {members.world_size}")
+        self._agreement.settle(
+            "consolidate_state_dict",
+            {"to": tagged_json.describe(to), "shared state": self._describe_shared_state()},
+            error,
+        )
+        self._consolidated = None
+        indices = parameter_indices(self.param_groups)
+        own = {
+            indices[parameter]: state
+            for parameter, state in self.optim.state.items()
+            if parameter in indices
+        }
+        full = consolidate(
+            self._communicator,
+            self._agreement,
+            {index: own[index] for index in sorted(own)},
+            GroupRank(to),
+            self._device_of_type(),
+        )
+        if full is not None:
+            self._consolidated = {
+                "state": {**full, **copy.deepcopy(self._shared_state())},
+                "param_groups": copy.deepcopy(self._packed_groups()),
+            }
+
+    def release_consolidated_state_dict(self) -> None:
+        """Drops the copy that :meth:`consolidate_state_dict` made. No communication."""
+        self._consolidated = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state as it was at the last consolidation, in the plain optimizer's format.
+
+        It loads into the plain optimizer and into this class on any number of ranks. The tensors
+        belong to the consolidated copy; the containers are fresh. No communication.
+
+        Raises:
+            RuntimeError: if :meth:`consolidate_state_dict` hasn't brought the state to this rank.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        if self._consolidated is None:
+            raise RuntimeError(
+                "Optimizer state has not been consolidated on this rank. Please call "
+                f"`consolidate_state_dict(to={self._communicator.members.group_rank})` on all ranks "
+                "beforehand if you meant to save the global state."
+            )
+        snapshot = {
+            "state": {
+                key: dict(value) if isinstance(value, dict) else value
+                for key, value in self._consolidated["state"].items()
+            },
+            "param_groups": [
+                {**group, "params": list(group["params"])}
+                for group in self._consolidated["param_groups"]
+            ],
+        }
+        return self._run_state_dict_hooks(snapshot)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads this rank's part of a full state dict, from this class or the plain optimizer.
+
+        Every rank must call it, with the full dict. Each rank copies only what it owns, to where
+        the local optimizer wants it; the caller's dict stays as it is.
+
+        Args:
+            state_dict: what :meth:`state_dict` or the plain optimizer's ``state_dict()`` returned,
+                from any number of ranks.
+
+        Raises:
+            ValueError: if the dict doesn't fit; the other ranks raise too, and nothing has changed
+                on any rank.
+            RuntimeError: if the ranks' dicts have different options.
+        """
+        state_before = self.optim.state
+        groups_before = [dict(group) for group in self.optim.param_groups]
+        outer_before = [dict(group) for group in self.param_groups]
+        error = None
+        try:
+            state_dict = self._run_load_hooks(state_dict)
+            require_fit(state_dict, self.param_groups)
+            self.optim.load_state_dict(
+                own_part(state_dict, self.param_groups, self.optim.param_groups)
+            )
+            self._adopt_loaded_groups_(state_dict["param_groups"])
+        except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
+            error = problem
+        try:
+            self._agreement.settle(
+                "load_state_dict", None if error else self._describe_options(), error
+            )
+        except BaseException:
+            self.optim.state = state_before
+            self.optim.param_groups = groups_before
+            for group, before in zip(self.param_groups, outer_before, strict=True):
+                _become_(group, before)
+            raise
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _adopt_loaded_groups_(self, loaded: Sequence[dict[str, Any]]) -> None:
+        """Our groups take the options that the local optimizer has after loading."""
+        for group, inner, saved in zip(
+            self.param_groups, self.optim.param_groups, loaded, strict=True
+        ):
+            kept = {key: group[key] for key in NOT_OPTIONS if key in group}
+            if "param_names" in saved:
+                kept["param_names"] = list(saved["param_names"])
+            _become_(group, {**options_of(inner), **kept})
+
+    def sharding_report(self) -> ShardingReport:
+        """Who owns how much, in how many buckets it travels, and how many bytes a step sends.
+
+        No communication; any rank may call it alone. State sizes are measured for this rank and
+        estimated for the others.
+        """
+        state_bytes = sum(
+            tensor.numel() * tensor.element_size()
+            for parameter, state in self.optim.state.items()
+            if parameter not in self._placeholders
+            for tensor in _tensors_in(state)
+        )
+        return ShardingReport.of(self._plan, self._communicator.members.group_rank, state_bytes)
+
+    def __repr__(self) -> str:
+        members = self._communicator.members
+        return (
+            f"{super().__repr__()[:-1]}sharded {type(self.optim).__name__} on "
+            f"{members.name(members.group_rank)} of {members.world_size}\n)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} can't be copied or pickled: it holds a process group and only "
+            "a part of the state. Use consolidate_state_dict() and state_dict() to save it, and "
+            "construct a new one on every rank to copy it"
+        )
+
+    # What this rank owns
+
+    def _owned_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The local optimizer's version of one of our groups."""
+        rank = self._communicator.members.group_rank
+        owners = dict(zip(self._parameters, self._plan.partition.owners, strict=True))
+        places = [i for i, parameter in enumerate(group["params"]) if owners[parameter] == rank]
+        owned: list[Any] = [group["params"][place] for place in places]
+        if group["params"] and not owned:
+            owned = [_placeholder_like(group["params"][0])]
+            self._placeholders.update(owned)
+        elif "param_names" in group:
+            owned = [(group["param_names"][place], group["params"][place]) for place in places]
+        return {**options_of(group), "params": owned}
+
+    def _drop_placeholder_state(self) -> None:
+        for placeholder in self._placeholders:
+            self.optim.state.pop(placeholder, None)
+
+    def _shared_state(self) -> dict[Any, Any]:
+        """State that belongs to no parameter; some optimizers keep a counter there."""
+        return {
+            key: value
+            for key, value in self.optim.state.items()
+            if not isinstance(key, torch.Tensor)
+        }
+
+    # What must be the same on every rank
+
+    def _describe_parameters(self, start: int = 0) -> dict[str, Json]:
+        names = {
+            parameter: name
+            for group in self.param_groups
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
+        }
+        groups = {
+            parameter: position
+            for position, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+        }
+        return {
+            "parameters": [
+                {
+                    "name": names.get(self._parameters[spec.index]),
+                    "shape": list(spec.shape),
+                    "dtype": tagged_json.describe(spec.dtype),
+                    "device": spec.device.type,
+                    "requires_grad": spec.trainable,
+                    "stride": list(spec.stride),
+                    "group": groups[self._parameters[spec.index]],
+                    "shares memory with parameter": spec.memory_unit,
+                    "owns its storage": spec.owns_storage,
+                }
+                for spec in self._plan.specs[start:]
+            ]
+        }
+
+    def _describe_options(self) -> dict[str, Json]:
+        return {
+            "param_groups": [
+                {key: tagged_json.describe(value) for key, value in options_of(group).items()}
+                for group in self.param_groups
+            ]
+        }
+
+    def _describe_shared_state(self) -> Json:
+        return {str(key): tagged_json.describe(v) for key, v in self._shared_state().items()}
+
+    # What must hold of the parameters
+
+    def _refuse_unsendable(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if not self._communicator.can_send(parameter.device):
+                raise ValueError(
+                    f"parameter {self._name_of(parameter)} is on {parameter.device}, for which the "
+                    f"process group has no backend ({self._communicator.describe_backend()}); move "
+                    "the model to a device that it has, or initialise the group with a backend for "
+                    f"{parameter.device.type!r}"
+                )
+
+    def _find_replaced(self) -> RuntimeError | None:
+        cure = (
+            "build the optimizer after the model has its final dtype, device and storage (load "
+            "values with copy_() or load_state_dict(), not by assigning .data)"
+        )
+        for spec, parameter in zip(self._plan.specs, self._parameters, strict=True):
+            if not spec.accepts(parameter):
+                return RuntimeError(
+                    f"parameter {self._name_of(parameter)} was {spec.dtype} of shape {spec.shape} on "
+                    f"{spec.device} when the optimizer was built, and is now {parameter.dtype} of "
+                    f"shape {tuple(parameter.shape)} on {parameter.device}; {cure}"
+                )
+        strayed = self._buckets.strayed()
+        if strayed is not None:
+            return RuntimeError(
+                f"the storage of parameter {self._name_of(self._parameters[strayed])} was replaced "
+                "after parameters_as_bucket_view=True had moved it into a bucket, so that updates "
+                f"would not reach it; {cure}"
+            )
+        return None
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        for position, group in enumerate(self.param_groups):
+            for place, candidate in enumerate(group["params"]):
+                if candidate is parameter:
+                    name = f" ({group['param_names'][place]!r})" if "param_names" in group else ""
+                    return f"{place} of group {position}{name}"
+        raise AssertionError("not a parameter of this optimizer")
+
+    def _packed_groups(self) -> list[dict[str, Any]]:
+        indices = parameter_indices(self.param_groups)
+        return [
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": [indices[parameter] for parameter in group["params"]],
+            }
+            for group in self.param_groups
+        ]
+
+    def _device_of_type(self) -> dict[str, torch.device]:
+        return {parameter.device.type: parameter.device for parameter in self._parameters}
+
+
+def _placeholder_like(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter without elements, of the same dtype, device and number of axes."""
+    empty = parameter.detach().new_empty((0,) * max(1, parameter.ndim))
+    return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _become_(target: dict[str, Any], source: dict[str, Any]) -> None:
+    """Makes ``target`` equal to ``source`` without replacing it: others hold it."""
+    target.clear()
+    target.update(source)
+
+
+def _tensors_in(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)

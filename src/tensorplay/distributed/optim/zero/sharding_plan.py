@@ -1,0 +1,44 @@
+"""The plan of a sharded optimizer: who owns which parameter, and in which buckets they travel."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, layout_buckets
+from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, describe_parameters
+from tensorplay.distributed.optim._core.partition import WholePartition, partition_whole
+
+BUCKET_CAPACITY_BYTES = 25 * 1024 * 1024
+"""The same as DDP's: large enough to fill a link, small enough to bound the staging memory."""
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """A pure function of the parameters' metadata and the number of ranks.
+
+    Attributes:
+        specs: the parameters, by index.
+        partition: their owners.
+        layouts: the buckets; every parameter that has elements is in exactly one.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    partition: WholePartition
+    layouts: tuple[BucketLayout, ...]
+
+    @classmethod
+    def of(
+        cls,
+        parameters: Sequence[torch.Tensor],
+        num_ranks: int,
+        before: "ShardingPlan | None" = None,
+    ) -> "ShardingPlan":
+        """Plans for ``parameters``, which begin with those of ``before``; these stay as they are."""
+        num_planned = len(before.specs) if before else 0
+        specs = (before.specs if before else ()) + describe_parameters(parameters)[num_planned:]
+        partition = partition_whole(specs, num_ranks, before.partition if before else None)
+        layouts = layout_buckets(
+            specs[num_planned:], partition.owners[num_planned:], num_ranks, BUCKET_CAPACITY_BYTES
+        )
+        return cls(specs, partition, (before.layouts if before else ()) + layouts)
