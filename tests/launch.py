@@ -26,7 +26,10 @@ COLLECTIVE_TIMEOUT_S = 30.0
 GRACE_AFTER_FIRST_FAILURE_S = 3.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "tests.launch"])
+# torch._dynamo: the first optimizer built in a process imports it, which takes seconds.
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "tests.launch", "tensorplay.distributed.optim"]
+)
 
 
 class RankError(AssertionError):

@@ -1,0 +1,92 @@
+"""The plain thing to compare with: models, gradients that depend on the step only, one process."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def make_model(seed: int = 0) -> nn.Sequential:
+    """Nine tensors of uneven sizes, among them a convolution in channels_last and a scalar."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last),
+        nn.Flatten(),
+        nn.Linear(7, 31),
+        nn.LayerNorm(31),
+        nn.Linear(31, 2, bias=False),
+    )
+    model.register_parameter("scale", nn.Parameter(torch.tensor(0.5)))
+    model.register_parameter("nothing", nn.Parameter(torch.empty(0, 4)))
+    return model
+
+
+def make_matrices(seed: int = 0, count: int = 5) -> nn.ParameterList:
+    """Only 2-D parameters, as Muon wants them."""
+    torch.manual_seed(seed)
+    return nn.ParameterList(torch.randn(3 + 2 * i, 4 + i) for i in range(count))
+
+
+def set_gradients(
+    parameters: Iterable[torch.Tensor], step: int, *, without: Sequence[int] = ()
+) -> None:
+    """The averaged gradients of a step: the same for every rank and for the one process."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for index, parameter in enumerate(parameters):
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.grad = (
+            None
+            if index in without
+            else torch.empty_like(parameter).copy_(gradient)  # in the parameter's strides
+        )
+
+
+def set_sparse_gradients(parameters: Iterable[torch.Tensor], step: int) -> None:
+    """Gradients of an embedding of which a few rows were looked up."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for parameter in parameters:
+        rows = torch.randperm(parameter.shape[0], generator=generator)[:2].sort().values
+        values = torch.randn(2, *parameter.shape[1:], generator=generator)
+        parameter.grad = torch.sparse_coo_tensor(
+            rows[None], values, parameter.shape, check_invariants=True
+        ).coalesce()
+
+
+def first_difference(expected: Any, actual: Any, path: str = "") -> str | None:
+    """Where two nests of tensors, containers and numbers are not bitwise equal, or ``None``."""
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(actual, torch.Tensor):
+            return f"{path}: a tensor became {actual!r}"
+        facts = [(t.dtype, t.shape, t.device) for t in (expected, actual)]
+        if facts[0] != facts[1]:
+            return f"{path}: {facts[0]} became {facts[1]}"
+        if not torch.equal(expected, actual):
+            return f"{path}: {expected} became {actual}"
+        return None
+    if type(expected) is not type(actual):
+        return f"{path}: {expected!r} became {actual!r}"
+    if isinstance(expected, dict):
+        if list(expected) != list(actual):
+            return f"{path}: keys {list(expected)} became {list(actual)}"
+        pairs = [(expected[key], actual[key], f"{path}[{key!r}]") for key in expected]
+    elif isinstance(expected, (list, tuple)):
+        if len(expected) != len(actual):
+            return f"{path}: {len(expected)} items became {len(actual)}"
+        pairs = [
+            (e, a, f"{path}[{i}]") for i, (e, a) in enumerate(zip(expected, actual, strict=True))
+        ]
+    else:
+        return None if expected == actual else f"{path}: {expected!r} became {actual!r}"
+    return next((d for pair in pairs if (d := first_difference(*pair))), None)
+
+
+def require_equal(expected: Any, actual: Any, what: str = "") -> None:
+    """Asserts bitwise equality, and says where it fails first."""
+    difference = first_difference(expected, actual)
+    assert difference is None, f"{what}{difference}"
+
+
+def values_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Detached copies."""
+    return [parameter.detach().clone() for parameter in parameters]
