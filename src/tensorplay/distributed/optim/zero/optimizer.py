@@ -116,7 +116,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
             else {
                 **self._describe_parameters(),
                 **self._describe_options(),
-                "optimizer_class": tagged_json.describe(type(self.optim)),
+                "optimizer_class": f"{type(self.optim).__module__}.{type(self.optim).__qualname__}",
                 "parameters_as_bucket_view": bool(parameters_as_bucket_view),
                 "world_size": self._communicator.members.world_size,
             },
@@ -130,7 +130,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
         self, params: Iterable[Any], optimizer_class: type[Optimizer], defaults: dict[str, Any]
     ) -> None:
         refuse_coupled(optimizer_class)
-        super().__init__(canonical_groups(params), dict(defaults))
+        super().__init__(canonical_groups(params), defaults={})  # the local optimizer knows them
         self._parameters = list(dict.fromkeys(all_parameters(self.param_groups)))
         self._refuse_unsendable(self._parameters)
         self._plan = ShardingPlan.of(self._parameters, self._communicator.members.world_size)

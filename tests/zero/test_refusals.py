@@ -1,0 +1,115 @@
+"""What can't be right is refused, with the reason and the cure."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+from tests.launch import run_ranks
+from tests.reference.training import make_model, require_equal, set_gradients, values_of
+
+
+def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
+    with pytest.raises(RuntimeError, match=r"init_process_group\('gloo'\).*torchrun.*MASTER_PORT"):
+        ZeroRedundancyOptimizer(make_model().parameters(), torch.optim.SGD)
+
+
+def _non_member() -> None:
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="global rank 1 is not a member of the process_group"):
+            ZeroRedundancyOptimizer(make_model().parameters(), torch.optim.SGD, group)
+
+
+def test_a_rank_outside_the_group() -> None:
+    run_ranks(2, _non_member)
+
+
+class Prodigy(torch.optim.SGD):
+    """Stands for the real one, which isn't installed."""
+
+
+class MyLBFGS(torch.optim.LBFGS):
+    """A subclass counts as well."""
+
+
+class DAdaptAdam(torch.optim.Adam):
+    """Stands for the real one, which isn't installed."""
+
+
+def _coupled(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(ValueError, match=f"{optimizer_class.__name__} can't be sharded: its "):
+        ZeroRedundancyOptimizer(make_model().parameters(), optimizer_class)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.LBFGS, MyLBFGS, Prodigy, DAdaptAdam])
+def test_optimizers_that_couple_all_parameters(optimizer_class: Any) -> None:
+    run_ranks(2, _coupled, optimizer_class)
+
+
+def _overlap() -> None:
+    with pytest.raises(NotImplementedError, match="overlap_with_ddp=True is not available yet"):
+        ZeroRedundancyOptimizer(
+            make_model().parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+        )
+
+
+def test_overlap_until_it_lands() -> None:
+    run_ranks(1, _overlap)
+
+
+def _wrong_device() -> None:
+    parameters = [
+        torch.nn.Parameter(torch.ones(2)),
+        torch.nn.Parameter(torch.ones(2, device="meta")),
+    ]
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0 is on meta.*cpu:gloo"):
+        ZeroRedundancyOptimizer(parameters, torch.optim.SGD)
+
+
+def test_a_device_that_the_backend_cannot_send() -> None:
+    run_ranks(2, _wrong_device)
+
+
+def _copying() -> None:
+    optimizer = ZeroRedundancyOptimizer(make_model().parameters(), torch.optim.SGD)
+    for copying in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"can't be copied or pickled.*state_dict\(\) to save"):
+            copying(optimizer)  # type: ignore[operator]
+
+
+def test_copying_and_pickling() -> None:
+    run_ranks(1, _copying)
+
+
+def _replaced(resident: bool, how: str) -> None:
+    model = make_model()
+    optimizer = ZeroRedundancyOptimizer(
+        model.named_parameters(), torch.optim.SGD, lr=0.1, parameters_as_bucket_view=resident
+    )
+    if dist.get_rank() == 1:  # one rank is enough
+        if how == "half":
+            model.half()
+        elif how == "shape":
+            model[2].bias.data = torch.zeros(30)
+        else:
+            model[2].bias.data = model[2].bias.detach().clone()
+    before = values_of(model.parameters())
+    set_gradients(model.parameters(), 0)
+    with pytest.raises(
+        RuntimeError, match=r"parameter \d of group 0 \('.*'\).*build the optimizer"
+    ):
+        optimizer.step()
+    require_equal(before, values_of(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("resident", "how"),
+    [(True, "half"), (True, "shape"), (True, "storage"), (False, "half"), (False, "shape")],
+)
+def test_replaced_storage_is_found_before_it_does_harm(resident: bool, how: str) -> None:
+    run_ranks(2, _replaced, resident, how)

@@ -1,0 +1,143 @@
+"""Collectives and bytes of each public call, counted where ``torch.distributed`` is called."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+from tests.launch import run_ranks
+from tests.reference.training import set_gradients
+
+PAYLOAD_OF = {"broadcast": 0, "all_reduce": 0, "send": 0, "recv": 0, "all_gather": 1}
+
+
+@contextmanager
+def counting() -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Counts calls and payload bytes of this process by name of the collective."""
+    calls: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    originals = {name: getattr(dist, name) for name in PAYLOAD_OF}
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[PAYLOAD_OF[name]]
+            calls[name] += 1
+            nbytes[name] += tensor.numel() * tensor.element_size()
+            return original(*args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(dist, name, counted(name, original))
+    try:
+        yield calls, nbytes
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _small_parameters(resident: bool, count: int) -> tuple[dict[str, int], dict[str, int], int]:
+    parameters = [torch.nn.Parameter(torch.randn(10 + i % 7)) for i in range(count)]
+    optimizer = ZeroRedundancyOptimizer(
+        parameters, torch.optim.AdamW, lr=0.1, parameters_as_bucket_view=resident
+    )
+    set_gradients(parameters, 0)
+    optimizer.step()
+    with counting() as (calls, nbytes):
+        optimizer.step()
+    return dict(calls), dict(nbytes), optimizer.sharding_report().bytes_per_step
+
+
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_step_is_one_broadcast_per_bucket_and_owner_and_two_scalars(
+    world_size: int, resident: bool
+) -> None:
+    for calls, nbytes, reported in run_ranks(world_size, _small_parameters, resident, 300):
+        assert calls == {"broadcast": world_size, "all_reduce": 2}
+        assert sum(calls.values()) <= 8
+        assert nbytes["all_reduce"] == 2 * 6 * 8
+        payload = nbytes["broadcast"]
+        assert payload * (world_size - 1) == reported
+        useful = sum(4 * (10 + i % 7) for i in range(300))
+        assert useful <= payload <= useful + 300 * 12  # slots are aligned to 16 bytes
+
+
+def _large_parameters(resident: bool) -> int:
+    parameters = [torch.nn.Parameter(torch.randn(71, 71)) for _ in range(20)]
+    optimizer = ZeroRedundancyOptimizer(
+        parameters, torch.optim.SGD, lr=0.1, parameters_as_bucket_view=resident
+    )
+    set_gradients(parameters, 0)
+    with counting() as (_, nbytes):
+        optimizer.step()
+    return nbytes["broadcast"]
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_padding_costs_less_than_two_percent(resident: bool) -> None:
+    for nbytes in run_ranks(2, _large_parameters, resident):
+        assert nbytes <= 1.02 * 20 * 71 * 71 * 4
+
+
+def _frozen() -> tuple[int, int]:
+    parameters = [torch.nn.Parameter(torch.randn(1000), requires_grad=i < 2) for i in range(6)]
+    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    set_gradients(parameters[:2], 0)
+    with counting() as (_, frozen):
+        optimizer.step()
+    if (
+        dist.get_rank() == 0 or optimizer.optim.param_groups[0]["params"]
+    ):  # only its owner needs to have a gradient
+        set_gradients(parameters, 0)
+    with counting() as (_, thawed):
+        optimizer.step()
+    return frozen["broadcast"], thawed["broadcast"]
+
+
+def test_frozen_parameters_are_not_sent_until_one_has_a_gradient() -> None:
+    assert run_ranks(2, _frozen) == [(2 * 4000, 6 * 4000)] * 2
+
+
+def _consolidation() -> dict[str, int]:
+    parameters = [torch.nn.Parameter(torch.randn(100, 1 + i)) for i in range(40)]
+    parameters.append(torch.nn.Parameter(torch.randn(300_000)))
+    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
+    set_gradients(parameters, 0)
+    optimizer.step()
+    own = sum(s["momentum_buffer"].numel() * 4 for s in optimizer.state.values())
+    with counting() as (calls, nbytes):
+        optimizer.consolidate_state_dict(to=1)
+    return {"own": own, **{f"{k}s": v for k, v in calls.items()}, **nbytes}
+
+
+def test_consolidation_moves_each_byte_once_to_the_target() -> None:
+    results = run_ranks(3, _consolidation)
+    for rank in (0, 2):
+        headers = 100 * 41  # about a hundred bytes describe a parameter's state
+        assert results[rank]["own"] <= results[rank]["send"] <= results[rank]["own"] + headers
+        assert "recv" not in results[rank]
+        assert results[rank]["sends"] <= 6
+    assert "send" not in results[1]
+    assert results[1]["recv"] == results[0]["send"] + results[2]["send"]
+
+
+def _no_communication() -> dict[str, int]:
+    parameters = [torch.nn.Parameter(torch.randn(3))]
+    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
+    with counting() as (calls, _):
+        str(optimizer.sharding_report())
+        repr(optimizer)
+        optimizer.zero_grad()
+        list(optimizer.state)
+        optimizer.release_consolidated_state_dict()
+    return dict(calls)
+
+
+def test_looking_at_the_optimizer_costs_no_communication() -> None:
+    assert run_ranks(2, _no_communication) == [{}, {}]
