@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from tensorplay.distributed.optim._core import tagged_json
@@ -207,10 +208,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
             RuntimeError: if the ranks' options differ (naming option and values), or a parameter's
                 storage, dtype, shape or device was replaced; on every rank, before anything changes.
         """
-        copy_options_(self.param_groups, self.optim.param_groups)
-        self._agreement.settle("step", self._describe_options(), self._find_replaced())
+        with record_function(f"{type(self).__name__}.agree"):
+            copy_options_(self.param_groups, self.optim.param_groups)
+            self._agreement.settle("step", self._describe_options(), self._find_replaced())
         loss, error = self._step_owned(closure, kwargs)
-        self._gather_parameters(error)
+        with record_function(f"{type(self).__name__}.gather"):
+            self._gather_parameters(error)
         return loss
 
     def _step_owned(

@@ -1,0 +1,82 @@
+"""The specification's snippets run as written, on gloo and the CPU."""
+
+import re
+
+import torch
+import torch.distributed as dist
+
+from tests.launch import run_ranks
+
+PACKAGE_PAGE = """
+import tensorplay as tp
+import tensorplay.distributed as dist
+from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+
+dist.init_process_group("nccl")
+model = tp.nn.Linear(1024, 1024).cuda()
+
+optimizer = ZeroRedundancyOptimizer(  # shards the Adam state across ranks
+    model.parameters(),
+    optimizer_class=tp.optim.Adam,
+    lr=1e-3,
+)
+"""
+
+ARTICLE = """
+import tensorplay.distributed as dist
+import tensorplay
+
+dist.init_process_group(backend='nccl', init_method='env://')
+tensorplay.cuda.set_device(dist.get_rank())
+
+import tensorplay.nn as nn
+
+model = nn.Linear(100, 10).cuda()
+
+from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+
+optimizer = ZeroRedundancyOptimizer(
+    model.parameters(),
+    optimizer_class=tensorplay.optim.Adam,
+    lr=1e-4
+)
+"""
+
+TRAINING_STEP = """
+features = model.in_features
+model(tensorplay.ones(2, features)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+
+def on_cpu(snippet: str) -> str:
+    """The snippet for a machine without GPUs; the process group is there already."""
+    snippet = re.sub(r"\n.*(init_process_group|set_device)\(.*", "", snippet)
+    return snippet.replace(".cuda()", "")
+
+
+def _run(snippet: str) -> int:
+    names: dict[str, object] = {}
+    exec(on_cpu(snippet) + "\nimport tensorplay\n" + TRAINING_STEP, names)  # noqa: S102 - the test
+    optimizer = names["optimizer"]
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return sum(parameter.numel() for parameter in optimizer.state)
+
+
+def test_the_package_page_shards_adam() -> None:
+    assert sum(run_ranks(2, _run, PACKAGE_PAGE)) == 1024 * 1024 + 1024
+
+
+def test_the_article_shards_adam() -> None:
+    assert sum(run_ranks(2, _run, ARTICLE)) == 100 * 10 + 10
+
+
+def _import_without_group() -> None:
+    import tensorplay.distributed
+
+    assert tensorplay.distributed.init_process_group is dist.init_process_group
+
+
+def test_the_facade_initialises_torchs_process_group() -> None:
+    run_ranks(1, _import_without_group)
