@@ -49,10 +49,10 @@ class Communicator(Protocol):
     def gather_from_owners(self, flat: torch.Tensor, cuts: Sequence[int]) -> Waitable:
         """Fills ``flat`` in place: each rank's slice ``[cuts[r], cuts[r+1])`` comes from rank r."""
 
-    def send(self, tensor: torch.Tensor, target: GroupRank) -> None:
+    def send(self, tensor: torch.Tensor, target: GroupRank) -> Waitable:
         """Sends a contiguous tensor; only the sender and ``target`` call."""
 
-    def receive_(self, tensor: torch.Tensor, source: GroupRank) -> None:
+    def receive_(self, tensor: torch.Tensor, source: GroupRank) -> Waitable:
         """Receives into a contiguous tensor; only the receiver and ``source`` call."""
 
     def send_bytes(self, payload: bytes, target: GroupRank) -> None:
@@ -138,13 +138,15 @@ class GroupCommunicator:
             ]
         )
 
-    def send(self, tensor: torch.Tensor, target: GroupRank) -> None:
+    def send(self, tensor: torch.Tensor, target: GroupRank) -> Waitable:
         """See :class:`Communicator`."""
-        dist.send(_as_bytes(tensor), self.members.to_global(target), group=self.process_group)
+        peer = self.members.to_global(target)
+        return _launched(dist.isend(_as_bytes(tensor), peer, group=self.process_group))
 
-    def receive_(self, tensor: torch.Tensor, source: GroupRank) -> None:
+    def receive_(self, tensor: torch.Tensor, source: GroupRank) -> Waitable:
         """See :class:`Communicator`."""
-        dist.recv(_as_bytes(tensor), self.members.to_global(source), group=self.process_group)
+        peer = self.members.to_global(source)
+        return _launched(dist.irecv(_as_bytes(tensor), peer, group=self.process_group))
 
     def send_bytes(self, payload: bytes, target: GroupRank) -> None:
         """See :class:`Communicator`."""
@@ -205,6 +207,10 @@ def connect(process_group: dist.ProcessGroup | None, user: str) -> GroupCommunic
             "construct it on the members only"
         )
     return GroupCommunicator(group)
+
+
+def _launched(work: dist.Work | None) -> Works:
+    return Works([work] if work is not None else [])
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,8 @@ def describe_parameters(parameters: Sequence[torch.Tensor]) -> tuple[ParameterSp
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a contiguous stretch of memory once each, in any order of axes."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -37,7 +37,7 @@ def encode(value: Any, tensors: list[torch.Tensor], path: str = "value") -> Json
                 f"{where} is a tensor with layout {tensor.layout}; only dense tensors can be sent "
                 "to another rank"
             )
-        tensors.append(tensor.detach())
+        tensors.append(tensor.detach() if tensor.requires_grad else tensor)
         return {_TAG: "tensor", "at": len(tensors) - 1}
 
     def refuse(other: Any, where: str) -> Json:

@@ -2,12 +2,14 @@
 
 Consolidation sends each byte once, from its owner to the target. The structure of the state goes
 first, as tagged JSON; then the tensors: large ones straight out of and into their own memory, small
-ones packed into chunks. Nothing is unpickled, and no rank but the target holds more than a chunk.
+ones packed into chunks. Nothing is unpickled, and no rank but the target holds more than two chunks.
 """
 
 import copy
+import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +17,20 @@ import torch
 
 from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement
-from tensorplay.distributed.optim._core.collectives import Communicator
+from tensorplay.distributed.optim._core.collectives import Communicator, Waitable
 from tensorplay.distributed.optim._core.parameter_spec import is_dense
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import options_of, parameter_indices
 
-CHUNK_BYTES = 8 * 1024 * 1024
-PACK_BELOW_BYTES = 256 * 1024
+CHUNK_BYTES = 4 * 1024 * 1024
+"""Small tensors are packed into chunks of at most this size."""
+
+CHUNKS_IN_FLIGHT = 2
+"""While one chunk travels the next is packed."""
+
+PACK_BELOW_BYTES = 64 * 1024
+"""Larger tensors travel on their own, straight out of and into their memory."""
 
 ShardState = dict[int, Any]
 """The state of some parameters, by parameter index."""
@@ -240,18 +248,24 @@ def send_tensors(
     communicator: Communicator, tensors: Sequence[torch.Tensor], target: GroupRank
 ) -> None:
     """Sends dense tensors to ``target``, which calls :func:`receive_tensors_` with their likes."""
+    in_flight = _InFlight()
     for piece in _pieces(communicator, tensors):
-        communicator.send(piece.to_wire(), target)
+        in_flight.make_room(piece)
+        in_flight.add(piece, communicator.send(piece.to_wire(), target), lambda: None)
+    in_flight.finish()
 
 
 def receive_tensors_(
     communicator: Communicator, tensors: Sequence[torch.Tensor], source: GroupRank
 ) -> None:
     """Receives into dense tensors what ``source`` sends from tensors of the same metadata."""
+    in_flight = _InFlight()
     for piece in _pieces(communicator, tensors):
+        in_flight.make_room(piece)
         wire = piece.wire()
-        communicator.receive_(wire, source)
-        piece.from_wire_(wire)
+        receiving = communicator.receive_(wire, source)
+        in_flight.add(piece, receiving, functools.partial(piece.from_wire_, wire))
+    in_flight.finish()
 
 
 @dataclass(frozen=True)
@@ -263,24 +277,52 @@ class _Piece:
     device: torch.device
 
     def wire(self) -> torch.Tensor:
-        """Memory for the message: the only part itself, or a chunk."""
+        """Memory for the message: the only part itself, or a fresh chunk."""
         if self.direct:
             return self.parts[0]
         nbytes = sum(part.numel() for part in self.parts)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def to_wire(self) -> torch.Tensor:
+        """The message, packed if it has several parts."""
         wire = self.wire()
         if not self.direct:
             torch.cat([part.to(self.device) for part in self.parts], out=wire)
         return wire
 
     def from_wire_(self, wire: torch.Tensor) -> None:
+        """Unpacks what has arrived."""
         if not self.direct:
-            for part, arrived in zip(
-                self.parts, torch.split(wire, [part.numel() for part in self.parts]), strict=True
-            ):
-                part.copy_(arrived)
+            arrived = torch.split(wire, [part.numel() for part in self.parts])
+            for part, stretch in zip(self.parts, arrived, strict=True):
+                part.copy_(stretch)
+
+
+class _InFlight:
+    """Messages under way, of which only a few may hold a chunk of memory."""
+
+    def __init__(self) -> None:
+        self._messages: deque[tuple[_Piece, Waitable, Callable[[], None]]] = deque()
+        self._num_chunks = 0
+
+    def make_room(self, piece: _Piece) -> None:
+        """Waits until ``piece`` may have a chunk, if it needs one."""
+        while not piece.direct and self._num_chunks == CHUNKS_IN_FLIGHT:
+            self._finish_first()
+
+    def add(self, piece: _Piece, work: Waitable, when_done: Callable[[], None]) -> None:
+        self._messages.append((piece, work, when_done))
+        self._num_chunks += not piece.direct
+
+    def finish(self) -> None:
+        while self._messages:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        piece, work, when_done = self._messages.popleft()
+        work.wait()
+        when_done()
+        self._num_chunks -= not piece.direct
 
 
 def _pieces(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> Iterator[_Piece]:
