@@ -188,7 +188,8 @@ class FakeCommunicator:
 
     def max_(self, values: list[int]) -> list[int]:
         self._count("max_", 8 * len(values))
-        return [max(each) for each in zip(*self._exchange(("max_", len(values)), values))]
+        exchanged = self._exchange(("max_", len(values)), values)
+        return [max(each) for each in zip(*exchanged, strict=True)]
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         self._count("all_gather_bytes", len(payload))
