@@ -58,7 +58,7 @@ def test_agreement_costs_one_reduction_of_six_integers() -> None:
 
 
 def test_one_rank_agrees_with_itself() -> None:
-    assert settle(1, lambda rank: {"call": "step", "description": {"a": 1}, "flag": 3}) == [3]
+    assert settle(1, lambda _rank: {"call": "step", "description": {"a": 1}, "flag": 3}) == [3]
 
 
 def test_the_order_of_keys_does_not_matter() -> None:
@@ -71,7 +71,9 @@ def test_a_difference_names_path_values_and_ranks() -> None:
     message = disagree(
         3, lambda rank: {"param_groups": [{"lr": tagged_json.describe(rates[rank])}]}
     )
-    assert "in Sharded.step: param_groups[0].lr is 0.1 on rank 0, rank 2 but 0.2 on rank 1" in message
+    assert (
+        "in Sharded.step: param_groups[0].lr is 0.1 on rank 0, rank 2 but 0.2 on rank 1" in message
+    )
 
 
 def test_a_difference_inside_a_named_parameter_carries_the_name() -> None:
@@ -117,13 +119,11 @@ def test_many_ranks_with_one_value_are_abbreviated() -> None:
         ((True, 1), ("True", "1")),
         (([0, False], [0, 0]), ("False", "0")),
         ((None, "None"), ("None", "'None'")),
-        ({"a": 1}, ("x",)),
+        (({}, []), ("{}", "[]")),
     ],
     ids=["bool and int", "inside a list", "None and str", "dict and list"],
 )
 def test_values_that_only_look_equal_differ(values: Any, shown: tuple[str, ...]) -> None:
-    if isinstance(values, dict):
-        values, shown = (values, ["x"]), ("{'a': 1}", "['x']")
     message = disagree(2, lambda rank: {"options": {"amsgrad": values[rank]}})
     assert "options.amsgrad" in message
     assert all(each in message for each in shown)
@@ -151,7 +151,7 @@ def test_objects_of_different_types_are_called_by_these() -> None:
 
 def test_nan_agrees_with_nan() -> None:
     described = tagged_json.describe(float("nan"))
-    assert settle(2, lambda rank: {"call": "step", "description": {"lr": described}}) == [0, 0]
+    assert settle(2, lambda _rank: {"call": "step", "description": {"lr": described}}) == [0, 0]
 
 
 def test_an_error_is_raised_itself_where_it_was_met_and_named_elsewhere() -> None:
