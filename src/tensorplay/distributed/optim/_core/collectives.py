@@ -99,7 +99,10 @@ class GroupCommunicator:
             process_group
             if "cpu" in self._backends
             else dist.new_group(
-                list(self.members.global_ranks), backend="gloo", use_local_synchronization=True
+                list(self.members.global_ranks),
+                backend="gloo",
+                use_local_synchronization=True,
+                sort_ranks=False,  # the companion's group ranks are the group's own
             )
         )
 
@@ -150,7 +153,8 @@ class GroupCommunicator:
         """See :class:`Communicator`."""
         peer = self.members.to_global(target)
         dist.send(torch.tensor([len(payload)]), peer, group=self._control_group)
-        dist.send(_tensor_of(payload), peer, group=self._control_group)
+        if payload:
+            dist.send(_tensor_of(payload), peer, group=self._control_group)
 
     def receive_bytes(self, source: GroupRank) -> bytes:
         """See :class:`Communicator`."""
@@ -158,7 +162,8 @@ class GroupCommunicator:
         length = torch.empty(1, dtype=torch.int64)
         dist.recv(length, peer, group=self._control_group)
         payload = torch.empty(int(length.item()), dtype=torch.uint8)
-        dist.recv(payload, peer, group=self._control_group)
+        if payload.numel():
+            dist.recv(payload, peer, group=self._control_group)
         return _bytes_of(payload)
 
     def max_(self, values: list[int]) -> list[int]:
