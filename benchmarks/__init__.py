@@ -1,0 +1,1 @@
+"""Measurements of what the tests can't assert: time."""
