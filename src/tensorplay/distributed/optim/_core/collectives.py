@@ -125,19 +125,22 @@ class GroupCommunicator:
     def gather_from_owners(self, flat: torch.Tensor, cuts: Sequence[int]) -> Waitable:
         """See :class:`Communicator`; Note [Strategies] says how."""
         payload, scale = _as_bytes(flat), flat.element_size()
-        slices = [payload[start * scale : end * scale] for start, end in pairwise(cuts)]
-        even = len({piece.numel() for piece in slices}) == 1
+        extents = [(start * scale, end * scale) for start, end in pairwise(cuts)]
+        even = len({end - start for start, end in extents}) == 1
         if even and self._backends[flat.device.type] == "nccl":
-            own = slices[self.members.group_rank]
-            whole = payload[: cuts[-1] * scale]
+            start, end = extents[self.members.group_rank]
+            whole, own = payload[: cuts[-1] * scale], payload[start:end]
             return Works([_all_gather(whole, own, group=self.process_group, async_op=True)])
         return Works(
             [
                 dist.broadcast(
-                    piece, self.members.to_global(owner), group=self.process_group, async_op=True
+                    payload[start:end],
+                    self.members.to_global(GroupRank(owner)),
+                    group=self.process_group,
+                    async_op=True,
                 )
-                for owner, piece in zip(self.members, slices, strict=True)
-                if piece.numel()
+                for owner, (start, end) in enumerate(extents)
+                if start < end
             ]
         )
 
