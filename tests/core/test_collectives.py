@@ -1,5 +1,6 @@
 """The verbs over real process groups: every dtype, any cuts, and subgroups of other ranks."""
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -28,6 +29,40 @@ def world() -> GroupCommunicator:
     return connect(None, "Test")
 
 
+def _run_all(functions: list[Callable[[], Any]]) -> dict[str, Any]:
+    return {function.__name__: function() for function in functions}
+
+
+def results_of(function: Callable[[], Any], launched: list[dict[str, Any]]) -> list[Any]:
+    """What ``function`` returned on each rank of a launch that ran several."""
+    return [results[function.__name__] for results in launched]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    functions: list[Callable[[], Any]] = [
+        _gather_several_in_flight,
+        _gather_beyond_the_cuts,
+        _gather_a_parameter,
+        _pass_every_dtype,
+        _pass_bytes,
+        _maximum,
+        _connect_as_a_stranger,
+    ]
+    return run_ranks(2, _run_all, functions)
+
+
+@pytest.fixture(scope="module")
+def three_ranks() -> list[dict[str, Any]]:
+    functions: list[Callable[[], Any]] = [
+        _gather_every_dtype,
+        _gather_several,
+        _gather_bytes,
+        _without_a_cpu_backend,
+    ]
+    return run_ranks(3, _run_all, functions)
+
+
 def own_value(rank: int, dtype: torch.dtype) -> torch.Tensor:
     """A value that every dtype can tell from those of two other ranks, if not of three."""
     return torch.tensor(rank % 2 if dtype is torch.bool else rank + 1).to(dtype)
@@ -49,8 +84,8 @@ def _gather_every_dtype() -> dict[str, list[Any]]:
     return {str(dtype): gather_slices(world(), [1, 2, 3], dtype) for dtype in DTYPES}
 
 
-def test_gathering_works_for_every_dtype() -> None:
-    for result in run_ranks(3, _gather_every_dtype):
+def test_gathering_works_for_every_dtype(three_ranks: list[dict[str, Any]]) -> None:
+    for result in results_of(_gather_every_dtype, three_ranks):
         for dtype in DTYPES:
             expected = [0, 1, 1, 0, 0, 0] if dtype is torch.bool else [1, 2, 2, 3, 3, 3]
             assert result[str(dtype)] == expected, dtype
@@ -64,9 +99,9 @@ def _gather_several() -> list[list[Any]]:
     ]
 
 
-def test_slices_may_be_even_uneven_or_empty() -> None:
+def test_slices_may_be_even_uneven_or_empty(three_ranks: list[dict[str, Any]]) -> None:
     expected = [[1, 1, 2, 2, 3, 3], [2, 2, 2, 3], [3, 3], [], [1, 1, 1, 1]]
-    assert run_ranks(3, _gather_several) == [expected] * 3
+    assert results_of(_gather_several, three_ranks) == [expected] * 3
 
 
 def _gather_several_in_flight() -> list[list[float]]:
@@ -79,9 +114,9 @@ def _gather_several_in_flight() -> list[list[float]]:
     return [flat.tolist() for flat in flats]
 
 
-def test_gathers_may_be_in_flight_together() -> None:
+def test_gathers_may_be_in_flight_together(two_ranks: list[dict[str, Any]]) -> None:
     expected = [[0.0 + n, 1.0 + n, 1.0 + n, 1.0 + n] for n in (0, 10, 20)]
-    assert run_ranks(2, _gather_several_in_flight) == [expected] * 2
+    assert results_of(_gather_several_in_flight, two_ranks) == [expected] * 2
 
 
 def _gather_beyond_the_cuts() -> list[float]:
@@ -90,8 +125,8 @@ def _gather_beyond_the_cuts() -> list[float]:
     return flat.tolist()
 
 
-def test_what_lies_beyond_the_cuts_stays() -> None:
-    assert run_ranks(2, _gather_beyond_the_cuts) == [[0, 1, 1, 0, 0], [0, 1, 1, 1, 1]]
+def test_what_lies_beyond_the_cuts_stays(two_ranks: list[dict[str, Any]]) -> None:
+    assert results_of(_gather_beyond_the_cuts, two_ranks) == [[0, 1, 1, 0, 0], [0, 1, 1, 1, 1]]
 
 
 def _gather_a_parameter() -> tuple[list[float], bool]:
@@ -100,8 +135,8 @@ def _gather_a_parameter() -> tuple[list[float], bool]:
     return parameter.tolist(), parameter.requires_grad
 
 
-def test_a_parameter_can_be_gathered_in_its_own_storage() -> None:
-    assert run_ranks(2, _gather_a_parameter) == [([0, 1], True)] * 2
+def test_a_parameter_can_be_gathered_in_its_own_storage(two_ranks: list[dict[str, Any]]) -> None:
+    assert results_of(_gather_a_parameter, two_ranks) == [([0, 1], True)] * 2
 
 
 def _pass_every_dtype() -> dict[str, list[Any]]:
@@ -118,8 +153,8 @@ def _pass_every_dtype() -> dict[str, list[Any]]:
     return received
 
 
-def test_sending_works_for_every_dtype() -> None:
-    received = run_ranks(2, _pass_every_dtype)[1]
+def test_sending_works_for_every_dtype(two_ranks: list[dict[str, Any]]) -> None:
+    received = results_of(_pass_every_dtype, two_ranks)[1]
     for dtype in DTYPES:
         expected = [[0, 1, 1], [1, 1, 1]] if dtype is torch.bool else [[0, 1, 2], [3, 4, 5]]
         assert received[str(dtype)] == expected, dtype
@@ -137,8 +172,8 @@ def _pass_bytes() -> list[bytes]:
     return [communicator.receive_bytes(GroupRank(0)) for _ in PAYLOADS]
 
 
-def test_bytes_of_any_length_can_be_sent() -> None:
-    assert run_ranks(2, _pass_bytes) == [[], PAYLOADS]
+def test_bytes_of_any_length_can_be_sent(two_ranks: list[dict[str, Any]]) -> None:
+    assert results_of(_pass_bytes, two_ranks) == [[], PAYLOADS]
 
 
 def _gather_bytes() -> list[list[bytes]]:
@@ -148,9 +183,9 @@ def _gather_bytes() -> list[list[bytes]]:
     return [communicator.all_gather_bytes(payload) for payload in own]
 
 
-def test_every_rank_gets_every_payload_of_any_length() -> None:
+def test_every_rank_gets_every_payload_of_any_length(three_ranks: list[dict[str, Any]]) -> None:
     expected = [[b"", b"", b""], [b"", b"x", b"xx"], [b"\0\0\0", b"\0\0", b"\0"]]
-    assert run_ranks(3, _gather_bytes) == [expected] * 3
+    assert results_of(_gather_bytes, three_ranks) == [expected] * 3
 
 
 def _maximum() -> list[int]:
@@ -158,8 +193,8 @@ def _maximum() -> list[int]:
     return world().max_([rank, -rank, 2**55 + rank, -(2**55) - rank])
 
 
-def test_the_maximum_is_element_wise_and_exact() -> None:
-    assert run_ranks(2, _maximum) == [[1, 0, 2**55 + 1, -(2**55)]] * 2
+def test_the_maximum_is_element_wise_and_exact(two_ranks: list[dict[str, Any]]) -> None:
+    assert results_of(_maximum, two_ranks) == [[1, 0, 2**55 + 1, -(2**55)]] * 2
 
 
 def _on_a_subgroup() -> dict[str, Any] | None:
@@ -219,14 +254,20 @@ def _without_a_cpu_backend() -> dict[str, Any] | None:
     return result
 
 
-def test_a_group_without_a_cpu_backend_settles_over_a_companion() -> None:
+def test_a_group_without_a_cpu_backend_settles_over_a_companion(
+    three_ranks: list[dict[str, Any]],
+) -> None:
     common = {
         "backend": "cuda:gloo",
         "sends": [False, True],
         "maximum": [1],
         "payloads": [b"0", b"1"],
     }
-    assert run_ranks(3, _without_a_cpu_backend) == [{**common, "hello": b"hello"}, None, common]
+    assert results_of(_without_a_cpu_backend, three_ranks) == [
+        {**common, "hello": b"hello"},
+        None,
+        common,
+    ]
 
 
 def _describe() -> tuple[str, bool, str, bool]:
@@ -259,8 +300,8 @@ def _connect_as_a_stranger() -> str:
     return "connected"
 
 
-def test_a_rank_outside_the_group_is_refused() -> None:
-    first, second = run_ranks(2, _connect_as_a_stranger)
+def test_a_rank_outside_the_group_is_refused(two_ranks: list[dict[str, Any]]) -> None:
+    first, second = results_of(_connect_as_a_stranger, two_ranks)
     assert first.startswith("global rank 0 is not a member of the process_group given to Test")
     assert second == "connected"
 
