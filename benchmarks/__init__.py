@@ -1,1 +1,1 @@
-"""Measurements of what the package promises; each module runs with ``python -m benchmarks.NAME``."""
+"""Measurements of what the tests can't assert: time."""

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.collectives import Communicator
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
@@ -69,10 +70,9 @@ class Agreement:
             "description": description,
             "error": None if error is None else f"{type(error).__name__}: {error}",
         }
-        statements: list[Any] = [
-            json.loads(message)
-            for message in self._communicator.all_gather_bytes(json.dumps(statement).encode())
-        ]
+        messages = self._communicator.all_gather_bytes(json.dumps(statement).encode())
+        parsed: dict[bytes, Any] = {message: json.loads(message) for message in set(messages)}
+        statements = [parsed[message] for message in messages]  # equal ones share their parts
         if error is not None:
             return error
         members = self._communicator.members
@@ -122,8 +122,8 @@ def first_difference(
 
     What :mod:`tagged_json` has tagged counts as one value.
     """
-    first = descriptions[0]
-    if all(each == first and type(each) is type(first) for each in descriptions):
+    distinct = {id(each): each for each in descriptions}.values()
+    if len({_canonical(each) for each in distinct}) == 1:
         return None
     if all(isinstance(each, dict) and "$" not in each for each in descriptions):
         return _first_difference_in_dicts(descriptions, path)
@@ -161,6 +161,16 @@ def _readable(value: Any) -> str:
         match value.get("$"):
             case "float":
                 return repr(float.fromhex(value["hex"]))
+            case "complex":
+                return repr(tagged_json.decode(value))
+            case "device":
+                return f"device {value['name']!r}"
+            case "object":
+                return str(value.get("value", f"a {value['type']}"))
+            case "dict":
+                shown = [_readable(item) for item in value["items"]]
+                pairs = zip(shown[::2], shown[1::2], strict=True)
+                return f"{{{', '.join(f'{key}: {item}' for key, item in pairs)}}}"
             case "tuple" | "size":
                 return f"({', '.join(_readable(item) for item in value['items'])})"
             case "dtype":
@@ -172,6 +182,11 @@ def _readable(value: Any) -> str:
     return repr(value)
 
 
+def _canonical(value: Json | _Absent) -> str:
+    """Equal for the same JSON; unlike ``==`` it tells ``True`` from ``1``."""
+    return "absent" if value is _ABSENT else json.dumps(value, sort_keys=True)
+
+
 def _digest(value: Json) -> int:
-    canonical = json.dumps(value, sort_keys=True).encode()
+    canonical = _canonical(value).encode()
     return int.from_bytes(hashlib.blake2b(canonical, digest_size=_DIGEST_BYTES).digest(), "big")

@@ -120,9 +120,8 @@ def _place(
     slots: list[Slot] = []
     cuts = [0]
     end = 0
-    for position in sorted(members, key=lambda position: owners[position]):  # stable
-        while len(cuts) <= owners[position]:
-            cuts.append(end)
+    for position in sorted(members, key=owners.__getitem__):  # stable
+        cuts += [end] * (owners[position] + 1 - len(cuts))
         spec = specs[position]
         slots.append(Slot(spec.index, end, spec.numel))
         end += -(-spec.numel // alignment) * alignment

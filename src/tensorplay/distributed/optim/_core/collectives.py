@@ -99,7 +99,10 @@ class GroupCommunicator:
             process_group
             if "cpu" in self._backends
             else dist.new_group(
-                list(self.members.global_ranks), backend="gloo", use_local_synchronization=True
+                list(self.members.global_ranks),
+                backend="gloo",
+                use_local_synchronization=True,
+                sort_ranks=False,  # the companion's group ranks are the group's own
             )
         )
 
@@ -122,19 +125,22 @@ class GroupCommunicator:
     def gather_from_owners(self, flat: torch.Tensor, cuts: Sequence[int]) -> Waitable:
         """See :class:`Communicator`; Note [Strategies] says how."""
         payload, scale = _as_bytes(flat), flat.element_size()
-        slices = [payload[start * scale : end * scale] for start, end in pairwise(cuts)]
-        even = len({piece.numel() for piece in slices}) == 1
+        extents = [(start * scale, end * scale) for start, end in pairwise(cuts)]
+        even = len({end - start for start, end in extents}) == 1
         if even and self._backends[flat.device.type] == "nccl":
-            own = slices[self.members.group_rank]
-            whole = payload[: cuts[-1] * scale]
+            start, end = extents[self.members.group_rank]
+            whole, own = payload[: cuts[-1] * scale], payload[start:end]
             return Works([_all_gather(whole, own, group=self.process_group, async_op=True)])
         return Works(
             [
                 dist.broadcast(
-                    piece, self.members.to_global(owner), group=self.process_group, async_op=True
+                    payload[start:end],
+                    self.members.to_global(GroupRank(owner)),
+                    group=self.process_group,
+                    async_op=True,
                 )
-                for owner, piece in zip(self.members, slices, strict=True)
-                if piece.numel()
+                for owner, (start, end) in enumerate(extents)
+                if start < end
             ]
         )
 
@@ -152,7 +158,8 @@ class GroupCommunicator:
         """See :class:`Communicator`."""
         peer = self.members.to_global(target)
         dist.send(torch.tensor([len(payload)]), peer, group=self._control_group)
-        dist.send(_tensor_of(payload), peer, group=self._control_group)
+        if payload:
+            dist.send(_tensor_of(payload), peer, group=self._control_group)
 
     def receive_bytes(self, source: GroupRank) -> bytes:
         """See :class:`Communicator`."""
@@ -160,7 +167,8 @@ class GroupCommunicator:
         length = torch.empty(1, dtype=torch.int64)
         dist.recv(length, peer, group=self._control_group)
         payload = torch.empty(int(length.item()), dtype=torch.uint8)
-        dist.recv(payload, peer, group=self._control_group)
+        if payload.numel():
+            dist.recv(payload, peer, group=self._control_group)
         return _bytes_of(payload)
 
     def max_(self, values: list[int]) -> list[int]:

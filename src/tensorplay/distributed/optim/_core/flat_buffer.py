@@ -68,11 +68,11 @@ class ParameterHome:
         self._buffer = FlatBuffer(layout, specs)
         self._parameters = parameters
         self._buffer.pack_(parameters, layout.slots)
-        self._addresses = []
+        self._places = []
         for slot in layout.slots:
             view = self._buffer.view(slot)
             parameters[slot.parameter].data = view
-            self._addresses.append(view.data_ptr())
+            self._places.append((view.data_ptr(), view.stride()))
 
     @property
     def layout(self) -> BucketLayout:
@@ -85,9 +85,10 @@ class ParameterHome:
         return self._buffer.flat
 
     def strayed(self) -> Slot | None:
-        """The first parameter whose storage was replaced since it moved in, if any."""
-        for slot, address in zip(self.layout.slots, self._addresses, strict=True):
-            if self._parameters[slot.parameter].data_ptr() != address:
+        """The first parameter whose storage or strides were replaced since it moved in, if any."""
+        for slot, place in zip(self.layout.slots, self._places, strict=True):
+            parameter = self._parameters[slot.parameter]
+            if (parameter.data_ptr(), parameter.stride()) != place:
                 return slot
         return None
 

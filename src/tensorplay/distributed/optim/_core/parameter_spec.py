@@ -1,7 +1,7 @@
 """What a plan knows of a parameter: metadata only, the same on every rank."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -21,6 +21,8 @@ class ParameterSpec:
         trainable: whether it required a gradient when the plan was made.
         memory_unit: parameters with the same number overlap in memory and must stay together.
         owns_storage: nothing else lives in its storage, as far as these parameters show.
+        numel: number of elements.
+        nbytes: size in bytes.
     """
 
     index: int
@@ -31,16 +33,12 @@ class ParameterSpec:
     trainable: bool
     memory_unit: int
     owns_storage: bool
+    numel: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.numel * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", prod(self.shape))  # frozen, and planning reads it often
+        object.__setattr__(self, "nbytes", self.numel * self.dtype.itemsize)
 
     def accepts(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` still has the shape, dtype and device that were planned for."""

@@ -65,25 +65,26 @@ def partition_whole(
     before = before or WholePartition.empty(num_ranks)
     unit_owners = dict(before.unit_owners)
     nbytes: dict[int, int] = {}
-    trainable: dict[int, int] = {}
-    for spec in specs[len(before.owners) :]:
-        nbytes[spec.memory_unit] = nbytes.get(spec.memory_unit, 0) + spec.nbytes
-        trainable[spec.memory_unit] = trainable.get(spec.memory_unit, 0) | spec.trainable
+    trainable: set[int] = set()
+    added = specs[len(before.owners) :]
+    for spec in added:
+        unit = spec.memory_unit
+        nbytes[unit] = nbytes.get(unit, 0) + spec.nbytes
+        if spec.trainable:
+            trainable.add(unit)
     trainable_loads, total_loads = list(before.trainable_loads), list(before.total_loads)
     for unit, owner in unit_owners.items():  # newcomers inside the memory of earlier parameters
         if unit in nbytes:
             total_loads[owner] += nbytes[unit]
-            trainable_loads[owner] += nbytes[unit] if trainable[unit] else 0
-    newcomers = sorted(
-        (unit for unit in nbytes if unit not in unit_owners), key=lambda unit: (-nbytes[unit], unit)
-    )
-    for unit, owner in _greedy([u for u in newcomers if trainable[u]], nbytes, trainable_loads):
+            trainable_loads[owner] += nbytes[unit] if unit in trainable else 0
+    newcomers = sorted(unit for unit in nbytes if unit not in unit_owners)
+    newcomers.sort(key=nbytes.__getitem__, reverse=True)  # stable: ties stay in order of index
+    for unit, owner in _greedy([u for u in newcomers if u in trainable], nbytes, trainable_loads):
         unit_owners[unit] = owner
         total_loads[owner] += nbytes[unit]
-    unit_owners.update(_greedy([u for u in newcomers if not trainable[u]], nbytes, total_loads))
+    unit_owners.update(_greedy([u for u in newcomers if u not in trainable], nbytes, total_loads))
     return WholePartition(
-        before.owners
-        + tuple(unit_owners[spec.memory_unit] for spec in specs[len(before.owners) :]),
+        before.owners + tuple([unit_owners[spec.memory_unit] for spec in added]),
         tuple(trainable_loads),
         tuple(total_loads),
         unit_owners,
@@ -93,14 +94,15 @@ def partition_whole(
 def _greedy(
     units: Sequence[int], nbytes: dict[int, int], loads_: list[int]
 ) -> list[tuple[int, GroupRank]]:
-    heap = [(load, rank) for rank, load in enumerate(loads_)]
+    heap = [(load, GroupRank(rank)) for rank, load in enumerate(loads_)]
     heapq.heapify(heap)
     placed = []
     for unit in units:
         load, rank = heap[0]
         heapq.heapreplace(heap, (load + nbytes[unit], rank))
-        loads_[rank] += nbytes[unit]
-        placed.append((unit, GroupRank(rank)))
+        placed.append((unit, rank))
+    for load, rank in heap:
+        loads_[rank] = load
     return placed
 
 

@@ -5,8 +5,11 @@ Tensors don't travel here: :func:`encode` takes them out into a list and leaves 
 names where it was found.
 """
 
+import enum
+import json
+import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -32,25 +35,27 @@ def encode(value: Any, tensors: list[torch.Tensor], path: str = "value") -> Json
     def take_tensor(tensor: torch.Tensor, where: str) -> Json:
         if type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
             raise _not_plain(tensor, where)
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_meta:
             raise TypeError(
-                f"{where} is a tensor with layout {tensor.layout}; only dense tensors can be sent "
-                "to another rank"
+                f"{where} is a tensor with layout {tensor.layout} on device {tensor.device}; only "
+                "dense tensors that have values can be sent to another rank"
             )
-        tensors.append(tensor.detach() if tensor.requires_grad else tensor)
+        tensors.append(tensor.detach().resolve_conj().resolve_neg())
         return {_TAG: "tensor", "at": len(tensors) - 1}
 
     def refuse(other: Any, where: str) -> Json:
         raise _not_plain(other, where)
 
-    return _encode(value, path, take_tensor, refuse)
+    return _encode(value, path, _Rules(take_tensor, refuse, list))
 
 
 def describe(value: Any) -> Json:
     """Encodes a value for comparison between ranks: equal values give equal JSON.
 
     Small CPU tensors stand for their values; other tensors for dtype and shape only (reading them
-    would wait for a device); objects of unknown types for the name of their type.
+    would wait for a device). Numbers of other types (NumPy's are usual as learning rates), enums,
+    strings and bytes stand for type and value; other objects for the name of their type. The order
+    of a dict doesn't matter.
     """
 
     def describe_tensor(tensor: torch.Tensor, _where: str) -> Json:
@@ -65,9 +70,15 @@ def describe(value: Any) -> Json:
         return described
 
     def describe_type(other: Any, _where: str) -> Json:
-        return {_TAG: "object", "type": f"{type(other).__module__}.{type(other).__qualname__}"}
+        described = {_TAG: "object", "type": _name_of_type(other)}
+        if isinstance(other, (numbers.Number, enum.Enum, str, bytes)):
+            described["value"] = repr(other)
+        return described
 
-    return _encode(value, "", describe_tensor, describe_type)
+    def sort_by_key(pairs: list[tuple[Json, Json]]) -> list[tuple[Json, Json]]:
+        return sorted(pairs, key=lambda pair: json.dumps(pair[0], sort_keys=True))
+
+    return _encode(value, "", _Rules(describe_tensor, describe_type, sort_by_key))
 
 
 def decode(encoded: Json, tensors: Sequence[torch.Tensor] = ()) -> Any:
@@ -100,25 +111,27 @@ def decode(encoded: Json, tensors: Sequence[torch.Tensor] = ()) -> Any:
             )
 
 
-def _encode(
-    value: Any,
-    path: str,
-    on_tensor: Callable[[torch.Tensor, str], Json],
-    on_other: Callable[[Any, str], Json],
-) -> Json:
+class _Rules(NamedTuple):
+    """What encoding does with tensors, with unknown types, and with the items of a dict."""
+
+    on_tensor: Callable[[torch.Tensor, str], Json]
+    on_other: Callable[[Any, str], Json]
+    arrange: Callable[[list[tuple[Json, Json]]], list[tuple[Json, Json]]]
+
+
+def _encode(value: Any, path: str, rules: _Rules) -> Json:
     def encode_items(tag: str, items: Sequence[Any]) -> Json:
         return {
             _TAG: tag,
             "items": [
-                _encode(item, f"{path}[{position}]", on_tensor, on_other)
-                for position, item in enumerate(items)
+                _encode(item, f"{path}[{position}]", rules) for position, item in enumerate(items)
             ],
         }
 
     if value is None or type(value) in {bool, int, str}:
         return value
     if isinstance(value, torch.Tensor):
-        return on_tensor(value, path)
+        return rules.on_tensor(value, path)
     match value:
         case float() if type(value) is float:
             return {_TAG: "float", "hex": value.hex()}
@@ -136,23 +149,28 @@ def _encode(
             return encode_items("size", value)
         case list() if type(value) is list:
             return [
-                _encode(item, f"{path}[{position}]", on_tensor, on_other)
-                for position, item in enumerate(value)
+                _encode(item, f"{path}[{position}]", rules) for position, item in enumerate(value)
             ]
         case tuple() if type(value) is tuple:
             return encode_items("tuple", value)
         case dict():
-            encoded: list[Json] = []
-            for key, item in value.items():
-                encoded.append(_encode(key, f"a key of {path}", on_tensor, on_other))
-                encoded.append(_encode(item, f"{path}[{key!r}]", on_tensor, on_other))
-            return {_TAG: "dict", "items": encoded}
-    return on_other(value, path)
+            pairs = [
+                (
+                    _encode(key, f"a key of {path}", rules),
+                    _encode(item, f"{path}[{key!r}]", rules),
+                )
+                for key, item in value.items()
+            ]
+            return {_TAG: "dict", "items": [each for pair in rules.arrange(pairs) for each in pair]}
+    return rules.on_other(value, path)
 
 
 def _not_plain(value: Any, path: str) -> TypeError:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return TypeError(
-        f"{path} is a {kind}; only plain tensors, numbers, strings, None, dtypes, devices and "
+        f"{path} is a {_name_of_type(value)}; only plain tensors, numbers, strings, None, dtypes, devices and "
         "lists, tuples and dicts of them can be sent to another rank"
     )
+
+
+def _name_of_type(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

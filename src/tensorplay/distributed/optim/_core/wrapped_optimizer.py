@@ -83,6 +83,7 @@ def canonical_groups(params: Any) -> list[dict[str, Any]]:
             "params argument given to the optimizer should be an iterable of Tensors or dicts, but "
             f"got {torch.typename(params)}; put the tensor into a list"
         )
+    _refuse_unordered(params)
     entries = list(params)
     if not entries:
         raise ValueError("optimizer got an empty parameter list")
@@ -98,9 +99,8 @@ def canonical_group(group: Any) -> dict[str, Any]:
     if "params" not in group:
         raise ValueError(f"a param group needs the key 'params', but this one has {list(group)}")
     params = group["params"]
-    if isinstance(params, (torch.Tensor, set)):  # a set is refused by torch, with its reason
-        return {**group, "params": params}
-    return {**group, "params": list(params)}
+    _refuse_unordered(params)
+    return {**group, "params": [params] if isinstance(params, torch.Tensor) else list(params)}
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,16 +115,21 @@ def copy_options_(sources: Iterable[Mapping[str, Any]], targets: Iterable[dict[s
 
 
 def parameter_indices(groups: Iterable[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
-    """The index that ``Optimizer.state_dict`` gives each parameter: where it stands first."""
-    indices: dict[torch.Tensor, int] = {}
-    for index, parameter in enumerate(all_parameters(groups)):
-        indices.setdefault(parameter, index)
-    return indices
+    """The index that ``Optimizer.state_dict`` gives each parameter: its last place in its group."""
+    return {parameter: index for index, parameter in enumerate(all_parameters(groups))}
 
 
 def all_parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[torch.Tensor]:
     """The parameters of all groups, in order."""
     return chain.from_iterable(group["params"] for group in groups)
+
+
+def _refuse_unordered(params: Any) -> None:
+    if isinstance(params, (set, frozenset)):  # torch refuses a set only inside a group
+        raise TypeError(
+            "optimizer parameters need to be organized in ordered collections, but the ordering of "
+            "tensors in sets differs between ranks and runs. Please use a list instead."
+        )
 
 
 def _call(

@@ -140,24 +140,28 @@ def consolidate(
         TypeError: if some state is neither tensor nor plain data, on the rank that holds it; the
             other ranks raise ``PeerError``.
     """
-    shard = Shard([], ())
+    shard, header = Shard([], ()), b""
     error: Exception | None = None
     try:
         shard = Shard.encode(state)
-    except TypeError as problem:
+        header = shard.header()
+    except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
         error = problem
     agreement.settle("consolidate_state_dict (structure)", error=error)
     members = communicator.members
-    if members.group_rank != target:
-        communicator.send_bytes(shard.header(), target)
     received: dict[GroupRank, Shard] = {}
-    try:
-        if members.group_rank == target:
+    if members.group_rank == target:
+        headers = {  # all of them before anything can fail, since their senders wait
+            source: header if source == target else communicator.receive_bytes(source)
+            for source in members
+        }
+        try:
             for source in members:
-                header = shard.header() if source == target else communicator.receive_bytes(source)
-                received[source] = Shard.allocate(header, device_of_type)
-    except (MemoryError, RuntimeError) as problem:  # torch reports lack of memory as the latter
-        error = problem
+                received[source] = Shard.allocate(headers[source], device_of_type)
+        except Exception as problem:  # noqa: BLE001 - most likely a lack of memory
+            error = problem
+    else:
+        communicator.send_bytes(header, target)
     agreement.settle("consolidate_state_dict (memory)", error=error)
     if members.group_rank != target:
         send_tensors(communicator, shard.tensors, target)

@@ -34,11 +34,31 @@ class ShardingPlan:
         num_ranks: int,
         before: "ShardingPlan | None" = None,
     ) -> "ShardingPlan":
-        """Plans for ``parameters``, which begin with those of ``before``; these stay as they are."""
+        """Plans for ``parameters``, which begin with those of ``before``; these stay as they are.
+
+        Raises:
+            ValueError: if a new parameter overlaps in memory with several of ``before`` that have
+                different owners: no rank could update it.
+        """
         num_planned = len(before.specs) if before else 0
-        specs = (before.specs if before else ()) + describe_parameters(parameters)[num_planned:]
+        described = describe_parameters(parameters)
+        if before:
+            _refuse_bridges(described[:num_planned], before.partition)
+        specs = (before.specs if before else ()) + described[num_planned:]
         partition = partition_whole(specs, num_ranks, before.partition if before else None)
         layouts = layout_buckets(
             specs[num_planned:], partition.owners[num_planned:], num_ranks, BUCKET_CAPACITY_BYTES
         )
         return cls(specs, partition, (before.layouts if before else ()) + layouts)
+
+
+def _refuse_bridges(planned: Sequence[ParameterSpec], partition: WholePartition) -> None:
+    """``planned`` are as described together with the newcomers, which may have joined their units."""
+    for spec in planned:
+        one, other = partition.owners[spec.memory_unit], partition.owners[spec.index]
+        if one != other:
+            raise ValueError(
+                f"a new parameter overlaps in memory with parameters {spec.memory_unit} and "
+                f"{spec.index}, which are owned by ranks {one} and {other}; pass all three at "
+                "construction, so that they get one owner"
+            )
