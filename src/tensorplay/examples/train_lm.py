@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(f"{error}; see above")
         return 1
     except Interrupted as error:
-        _complain(f"\n{error}; all processes have ended")
+        print(file=sys.stderr)  # below the progress bar
+        _complain(f"{error}; all processes have ended")
         return 128 + error.received
 
 
@@ -75,7 +76,7 @@ def _launch(arguments: Sequence[str]) -> int:
                 options.world_size,
             )
             records.append(RunRecord(**json.loads(handed_over.read_text())))
-    return _report(options, text, records)
+    return _report(options, text, records, one_process=False)
 
 
 def _run_as_rank(arguments: Sequence[str]) -> int:
@@ -98,7 +99,7 @@ def _run_as_rank(arguments: Sequence[str]) -> int:
     if not is_first:
         return 0
     if options.record is None:
-        return _report(options, text, records)
+        return _report(options, text, records, one_process=True)
     options.record.write_text(json.dumps(asdict(records[0])))
     return 0
 
@@ -136,7 +137,9 @@ def _announce(options: Options, text: Text, local_world_size: int) -> None:
     print(report.introduce(options, text, device), flush=True)
 
 
-def _report(options: Options, text: Text, records: Sequence[RunRecord]) -> int:
+def _report(
+    options: Options, text: Text, records: Sequence[RunRecord], *, one_process: bool
+) -> int:
     folder = options.out
     if folder is None:
         folder = Path("runs", f"lm-{options.config.optimizer}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -145,7 +148,9 @@ def _report(options: Options, text: Text, records: Sequence[RunRecord]) -> int:
     same, verdict = report.judge(records)
     report.plot(folder / "loss.png", options, text, records)
     report.write_numbers(folder / "numbers.json", options, text, records, rows)
-    print(f"\n{report.format_table(rows)}\n\n{report.explain(records)}\n{verdict}")
+    print(f"\n{report.format_table(rows)}\n")
+    print(report.explain(records, one_process=one_process))
+    print(verdict)
     if options.save is not None:
         print(f"Checkpoint: {options.save} (go on with --resume {options.save} --steps ...)")
     print(f"Plot:       {folder / 'loss.png'}\nNumbers:    {folder / 'numbers.json'}")

@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     training.add_argument("--lr", type=float, help="learning rate (default: suits the optimizer)")
     training.add_argument(
-        "--batch", type=_count, default=8, help="windows per step, all processes together (8)"
+        "--batch", type=_count, default=16, help="windows per step, all processes together (16)"
     )
     training.add_argument("--seed", type=_seed, default=0, help="of weights and samples (0)")
 
@@ -196,10 +196,12 @@ def _parser() -> argparse.ArgumentParser:
         "--width", type=_count, help="size of a position's vector (384; muon: 128, slow on CPUs)"
     )
     model.add_argument("--heads", type=_count, help="attention heads (6; muon: 4)")
-    model.add_argument("--context", type=_count, default=128, help="bytes looked at (128)")
+    model.add_argument("--context", type=_count, default=64, help="bytes looked at (64)")
 
     run = parser.add_argument_group("run")
-    run.add_argument("--steps", type=_count, help="steps in all (60; muon: 40)")
+    run.add_argument(
+        "--steps", type=_count, help="steps in all, resumed ones included (60; muon: 40)"
+    )
     run.add_argument(
         "--nproc", type=_count, help=f"processes on this machine ({DEFAULT_NUM_PROCESSES})"
     )

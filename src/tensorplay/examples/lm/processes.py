@@ -69,9 +69,10 @@ def run_ranks(module: str, arguments: Sequence[str], num_processes: int) -> None
             "--signals-to-handle=SIGHUP,SIGQUIT",  # the other two are ours
             "--module",
             module,
-            *arguments,
         ]
     )
+    # Not parsed with the rest: torchrun takes our --nproc for an abbreviation of its own option.
+    request.training_script_args = list(arguments)
     logging.disable(logging.ERROR)  # its account of a failure is long and names no cause
     try:
         torchrun.run(request)  # type: ignore[no-untyped-call]

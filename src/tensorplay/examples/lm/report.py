@@ -1,6 +1,7 @@
 """What a reader gets: a table on the terminal, a plot, and all numbers in a file."""
 
 import json
+import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,9 +29,10 @@ def introduce(options: Options, text: Text, device: torch.device) -> str:
     return (
         f"A GPT of {numel / 1e6:.1f} M parameters learns {text.name} "
         f"({text.tokens.numel() / 1e6:.1f} MB), byte by byte.\n"
-        f"{options.world_size} processes ({where}); {config.optimizer}; "
-        f"{options.steps} steps of {config.batch} x {config.context} bytes; "
-        f"optimizer state {how}. Starting takes a few seconds."
+        f"{options.world_size} processes ({where}), {config.optimizer}, "
+        f"{options.steps} steps of {config.batch} x {config.context} bytes, "
+        f"optimizer state {how}.\n"
+        "Each start takes a few seconds."
     )
 
 
@@ -100,12 +102,16 @@ def _format(row: Row, value: float) -> str:
 
 def largest_loss_difference(records: Sequence[RunRecord]) -> float:
     """Returns the largest difference between the runs at any step; 0 for a single run."""
-    per_step = zip(*(record.losses for record in records), strict=True)
-    return max(float(max(losses) - min(losses)) for losses in per_step)
+    losses = torch.tensor([record.losses for record in records], dtype=torch.float64)
+    return (losses.amax(0) - losses.amin(0)).max().item()
 
 
 def judge(records: Sequence[RunRecord]) -> tuple[bool, str]:
     """Returns whether the runs learned the same, and the sentence that says so."""
+    if not all(math.isfinite(loss) for record in records for loss in record.losses):
+        return False, "NOTHING LEARNED: the loss is not finite; try a smaller --lr."
+    if len(records) == 1:
+        return True, f"One run, {records[0].mode}; --mode both compares."
     difference = largest_loss_difference(records)
     if difference <= LOSS_TOLERANCE:
         how = "exactly" if difference == 0 else f"within {difference:.0e}"
@@ -116,18 +122,22 @@ def judge(records: Sequence[RunRecord]) -> tuple[bool, str]:
     )
 
 
-def explain(records: Sequence[RunRecord]) -> str:
-    """Returns how to read the table."""
-    memory = "what torch allocated" if records[0].device == "cuda" else "resident size, with torch"
+def explain(records: Sequence[RunRecord], *, one_process: bool) -> str:
+    """Returns how to read the table.
+
+    Args:
+        records: What it shows.
+        one_process: Whether a rank made all runs in one process.
+    """
+    on_cpu = records[0].device == "cpu"
+    memory = "what is resident, torch's own code included" if on_cpu else "what torch allocated"
+    gather = ", and when sharded the gather of the parameters" if records[-1].shards else ""
     lines = [
-        f"State and memory are those of the process that needs most (memory: {memory}).",
-        "Sent: computed from sizes, the gradients' ring all-reduce"
-        + (
-            " plus, sharded, the updated parameters' way to the other processes."
-            if any(record.mode == "sharded" for record in records)
-            else "."
-        ),
+        f"State and memory: of the process that needs most; memory is {memory}.",
+        f"Sent: from the sizes; the ring all-reduce of the gradients{gather}.",
     ]
+    if on_cpu and one_process and len(records) > 1:
+        lines.append("Both runs shared a process: the second's memory holds what the first left.")
     return "\n".join(lines)
 
 
