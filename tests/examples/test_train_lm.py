@@ -81,7 +81,7 @@ def plain_losses(path: Path, num_steps: int) -> list[float]:
     tokens = read_text(path, config.context).tokens
     torch.manual_seed(config.seed)
     model = ByteGPT(config.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95))
     result = []
     for step in range(num_steps):
         optimizer.param_groups[0]["lr"] = config.lr * min(1.0, (step + 1) / 10)
@@ -90,6 +90,7 @@ def plain_losses(path: Path, num_steps: int) -> list[float]:
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         result.append(loss.item())
     return result

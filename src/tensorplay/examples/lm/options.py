@@ -50,7 +50,7 @@ _DEFAULTS = {
     "adamw": _Defaults(lr=1e-3, steps=60, width=384, heads=6),
     "sgd": _Defaults(lr=0.1, steps=60, width=384, heads=6),
     # Muon computes in bfloat16, which most CPUs have no instructions for: 37 s per step at 384.
-    "muon": _Defaults(lr=2e-3, steps=40, width=128, heads=4),
+    "muon": _Defaults(lr=2e-3, steps=30, width=128, heads=4),
 }
 
 
@@ -200,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = parser.add_argument_group("run")
     run.add_argument(
-        "--steps", type=_count, help="steps in all, resumed ones included (60; muon: 40)"
+        "--steps", type=_count, help="steps in all, resumed ones included (60; muon: 30)"
     )
     run.add_argument(
         "--nproc", type=_count, help=f"processes on this machine ({DEFAULT_NUM_PROCESSES})"

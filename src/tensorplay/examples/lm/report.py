@@ -29,7 +29,7 @@ def introduce(options: Options, text: Text, device: torch.device) -> str:
     return (
         f"A GPT of {numel / 1e6:.1f} M parameters learns {text.name} "
         f"({text.tokens.numel() / 1e6:.1f} MB), byte by byte.\n"
-        f"{options.world_size} processes ({where}), {config.optimizer}, "
+        f"{_processes(options)} ({where}), {config.optimizer}, "
         f"{options.steps} steps of {config.batch} x {config.context} bytes, "
         f"optimizer state {how}.\n"
         "Each start takes a few seconds."
@@ -51,6 +51,10 @@ class Row:
     source: str
     values: dict[str, float]
     unit: str
+
+
+def _processes(options: Options) -> str:
+    return "1 process" if options.world_size == 1 else f"{options.world_size} processes"
 
 
 def tabulate(records: Sequence[RunRecord]) -> list[Row]:
@@ -133,6 +137,7 @@ def explain(records: Sequence[RunRecord], *, one_process: bool) -> str:
     memory = "what is resident, torch's own code included" if on_cpu else "what torch allocated"
     gather = ", and when sharded the gather of the parameters" if records[-1].shards else ""
     lines = [
+        "Final loss: of the last step's batch, before its update.",
         f"State and memory: of the process that needs most; memory is {memory}.",
         f"Sent: from the sizes; the ring all-reduce of the gradients{gather}.",
     ]
@@ -178,7 +183,7 @@ def plot(path: Path, options: Options, text: Text, records: Sequence[RunRecord])
     config = options.config
     figure.suptitle(
         f"Byte-level GPT on {text.name}\n"
-        f"{config.optimizer}, {options.world_size} processes, {config.batch} x {config.context} "
+        f"{config.optimizer}, {_processes(options)}, {config.batch} x {config.context} "
         "bytes per step"
     )
     for record in records:
@@ -190,7 +195,7 @@ def plot(path: Path, options: Options, text: Text, records: Sequence[RunRecord])
             marker="o" if len(record.losses) == 1 else None,
             **styles[record.mode],
         )
-    curves.set_title("the same loss ..." if len(records) == 2 else "loss")
+    curves.set_title("loss of each step's batch" if len(records) == 1 else "the same loss ...")
     curves.set_xlabel("step")
     curves.set_ylabel("loss (nats per byte)")
     curves.grid(alpha=0.3)
@@ -203,7 +208,8 @@ def plot(path: Path, options: Options, text: Text, records: Sequence[RunRecord])
         width=0.6,
     )
     bars.bar_label(drawn, fmt="%.1f MB", padding=2)
-    bars.set_title("... with less state" if len(records) == 2 else "optimizer state")
+    less = min(record.state_nbytes for record in records) < records[0].state_nbytes
+    bars.set_title("... with less state" if less else "optimizer state")
     bars.set_ylabel("optimizer state per process (MB)")
     bars.margins(x=0.2, y=0.12)
     for axes in (curves, bars):

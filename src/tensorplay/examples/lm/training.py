@@ -27,6 +27,7 @@ from tensorplay.examples.lm.record import RunRecord
 from tensorplay.examples.lm.text import Text, cut_windows, partition_batch, sample_positions
 
 WARMUP_STEPS = 10
+LARGEST_GRADIENT_NORM = 1.0
 
 
 def train(
@@ -73,6 +74,8 @@ def train(
         # averages over ranks where these parts want summing: hence the factor.
         part = summed / (config.batch * config.context)
         torch.autograd.backward(part * world_size)
+        # DDP leaves the whole mean gradient on every rank: torch's own clipping is right here.
+        torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT_NORM)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
