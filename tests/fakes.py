@@ -89,8 +89,8 @@ class FakeWorld:
         return [posted[other][1] for other in range(self.world_size)]
 
 
-class _Gathering:
-    """Writes the others' slices when it is awaited, not earlier."""
+class _Deferred:
+    """What arrives when it is awaited, not earlier."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
@@ -142,7 +142,7 @@ class FakeCommunicator:
     def transport_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def gather_from_owners(self, flat: torch.Tensor, cuts: Sequence[int]) -> _Gathering:
+    def gather_from_owners(self, flat: torch.Tensor, cuts: Sequence[int]) -> _Deferred:
         assert list(cuts) == sorted(cuts)
         assert len(cuts) == self.members.world_size + 1
         assert flat.is_contiguous()
@@ -160,25 +160,30 @@ class FakeCommunicator:
                     flat[start:end].detach().copy_(slices[owner])
                     self.received.append(Message("gather_from_owners", slices[owner].nbytes))
 
-        gathering = _Gathering(finish)
+        gathering = _Deferred(finish)
         if not self._deferred:
             gathering.wait()
         return gathering
 
-    def send(self, tensor: torch.Tensor, target: GroupRank) -> None:
+    def send(self, tensor: torch.Tensor, target: GroupRank) -> _Deferred:
         assert tensor.is_contiguous()
         self._count("send", tensor.nbytes)
-        self._hand_over(("send", tensor.numel(), tensor.dtype), tensor, target)
+        return self._hand_over(("send", tensor.numel(), tensor.dtype), tensor, target)
 
-    def receive_(self, tensor: torch.Tensor, source: GroupRank) -> None:
+    def receive_(self, tensor: torch.Tensor, source: GroupRank) -> _Deferred:
+        """Waitables of receives must be awaited in the order of launch."""
         assert tensor.is_contiguous()
-        tensor.copy_(self._take(("send", tensor.numel(), tensor.dtype), source))
-        self.calls["receive_"] += 1
-        self.received.append(Message("receive_", tensor.nbytes))
+
+        def finish() -> None:
+            tensor.copy_(self._take(("send", tensor.numel(), tensor.dtype), source))
+            self.calls["receive_"] += 1
+            self.received.append(Message("receive_", tensor.nbytes))
+
+        return _Deferred(finish)
 
     def send_bytes(self, payload: bytes, target: GroupRank) -> None:
         self._count("send_bytes", len(payload))
-        self._hand_over("send_bytes", payload, target)
+        self._hand_over("send_bytes", payload, target).wait()
 
     def receive_bytes(self, source: GroupRank) -> bytes:
         payload: bytes = self._take("send_bytes", source)
@@ -208,18 +213,23 @@ class FakeCommunicator:
         number = self._post(signature, value)
         return self._world.collect(number, self.members.group_rank, signature)
 
-    def _hand_over(self, signature: Any, value: Any, target: GroupRank) -> None:
-        """Returns when the target has taken it: like a real send, it can't outrun its receiver."""
+    def _hand_over(self, signature: Any, value: Any, target: GroupRank) -> _Deferred:
+        """Done when the target has taken it: like a real send, it can't outrun its receiver."""
         world, way = self._world, (self.members.group_rank, target)
         assert way[0] != way[1], "a rank sends nothing to itself"
         with world.changed:
             ticket = world.num_taken[way] + len(world.mail[way])
             world.mail[way].append((signature, value))
             world.changed.notify_all()
-            world.wait_until(
-                lambda: world.num_taken[way] > ticket,
-                lambda: f"rank {way[0]} waited for rank {way[1]} to receive {signature}",
-            )
+
+        def finish() -> None:
+            with world.changed:
+                world.wait_until(
+                    lambda: world.num_taken[way] > ticket,
+                    lambda: f"rank {way[0]} waited for rank {way[1]} to receive {signature}",
+                )
+
+        return _Deferred(finish)
 
     def _take(self, signature: Any, source: GroupRank) -> Any:
         world, way = self._world, (source, self.members.group_rank)

@@ -75,7 +75,7 @@ def test_ranks_that_issue_different_collectives_are_told() -> None:
 def test_a_message_that_nobody_receives_times_out() -> None:
     def send(communicator: FakeCommunicator) -> None:
         if communicator.members.group_rank == 0:
-            communicator.send(torch.zeros(1), GroupRank(1))
+            communicator.send(torch.zeros(1), GroupRank(1)).wait()
 
     with pytest.raises(FakeRankError, match="waited for rank 1 to receive") as caught:
         run_fake_ranks(2, send, timeout_s=0.1)

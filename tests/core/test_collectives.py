@@ -145,10 +145,10 @@ def _pass_every_dtype() -> dict[str, list[Any]]:
     for dtype in DTYPES:
         tensor = torch.arange(6).view(2, 3).to(dtype)
         if communicator.members.group_rank == 0:
-            communicator.send(tensor, GroupRank(1))
+            communicator.send(tensor, GroupRank(1)).wait()
         else:
             arriving = torch.zeros(2, 3, dtype=dtype)
-            communicator.receive_(arriving, GroupRank(0))
+            communicator.receive_(arriving, GroupRank(0)).wait()
             received[str(dtype)] = arriving.to(torch.complex64).real.tolist()
     return received
 
@@ -211,10 +211,10 @@ def _on_a_subgroup() -> dict[str, Any] | None:
     }
     tensor = torch.tensor([7.0 if rank == 0 else 0.0])
     if rank == 0:
-        communicator.send(tensor, GroupRank(1))
+        communicator.send(tensor, GroupRank(1)).wait()
         communicator.send_bytes(b"hello", GroupRank(1))
     else:
-        communicator.receive_(tensor, GroupRank(0))
+        communicator.receive_(tensor, GroupRank(0)).wait()
         result["hello"] = communicator.receive_bytes(GroupRank(0))
     return {**result, "tensor": tensor.tolist()}
 

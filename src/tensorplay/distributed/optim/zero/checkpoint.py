@@ -2,7 +2,7 @@
 
 Consolidation sends each byte once, from its owner to the target. The structure of the state goes
 first, as tagged JSON; then the tensors: large ones straight out of and into their own memory, small
-ones packed into chunks. Nothing is unpickled, and no rank but the target holds more than two chunks.
+ones packed. Nothing is unpickled, and no rank but the target holds more than one chunk of it.
 """
 
 import copy
@@ -23,11 +23,11 @@ from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import options_of, parameter_indices
 
-CHUNK_BYTES = 4 * 1024 * 1024
-"""Small tensors are packed into chunks of at most this size."""
+CHUNK_BYTES = 8 * 1024 * 1024
+"""The most that a rank holds besides the state itself (and a tensor that has gaps, packed)."""
 
-CHUNKS_IN_FLIGHT = 2
-"""While one chunk travels the next is packed."""
+MESSAGE_BYTES = CHUNK_BYTES // 2
+"""Small tensors are packed into messages; while one travels the next is packed."""
 
 PACK_BELOW_BYTES = 64 * 1024
 """Larger tensors travel on their own, straight out of and into their memory."""
@@ -281,7 +281,7 @@ class _Piece:
     device: torch.device
 
     def wire(self) -> torch.Tensor:
-        """Memory for the message: the only part itself, or a fresh chunk."""
+        """Memory for the message: the only part itself, or fresh."""
         if self.direct:
             return self.parts[0]
         nbytes = sum(part.numel() for part in self.parts)
@@ -303,20 +303,20 @@ class _Piece:
 
 
 class _InFlight:
-    """Messages under way, of which only a few may hold a chunk of memory."""
+    """Messages under way, of which only two may hold memory of their own."""
 
     def __init__(self) -> None:
         self._messages: deque[tuple[_Piece, Waitable, Callable[[], None]]] = deque()
-        self._num_chunks = 0
+        self._num_packed = 0
 
     def make_room(self, piece: _Piece) -> None:
-        """Waits until ``piece`` may have a chunk, if it needs one."""
-        while not piece.direct and self._num_chunks == CHUNKS_IN_FLIGHT:
+        """Waits until ``piece`` may have memory, if it needs it."""
+        while not piece.direct and self._num_packed == CHUNK_BYTES // MESSAGE_BYTES:
             self._finish_first()
 
     def add(self, piece: _Piece, work: Waitable, when_done: Callable[[], None]) -> None:
         self._messages.append((piece, work, when_done))
-        self._num_chunks += not piece.direct
+        self._num_packed += not piece.direct
 
     def finish(self) -> None:
         while self._messages:
@@ -326,7 +326,7 @@ class _InFlight:
         piece, work, when_done = self._messages.popleft()
         work.wait()
         when_done()
-        self._num_chunks -= not piece.direct
+        self._num_packed -= not piece.direct
 
 
 def _pieces(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> Iterator[_Piece]:
@@ -337,7 +337,7 @@ def _pieces(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> Iter
     for tensor in tensors:
         flat = _flat_bytes(tensor)
         if flat.numel() < PACK_BELOW_BYTES:
-            if num_small_bytes + flat.numel() > CHUNK_BYTES:
+            if num_small_bytes + flat.numel() > MESSAGE_BYTES:
                 yield _Piece(tuple(small), direct=False, device=transport)
                 small, num_small_bytes = [], 0
             if flat.numel():
@@ -346,7 +346,7 @@ def _pieces(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> Iter
         elif communicator.can_send(tensor.device):
             yield _Piece((flat,), direct=True, device=tensor.device)
         else:
-            for part in torch.split(flat, CHUNK_BYTES):
+            for part in torch.split(flat, MESSAGE_BYTES):
                 yield _Piece((part,), direct=False, device=transport)
     if small:
         yield _Piece(tuple(small), direct=False, device=transport)
