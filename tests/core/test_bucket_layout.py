@@ -105,11 +105,23 @@ def test_padding_is_less_than_the_alignment_per_slot(
 def test_kinds_are_kept_apart(
     specs: list[ParameterSpec], num_ranks: int, capacity_bytes: int
 ) -> None:
-    for layout in layouts_of(specs, num_ranks, capacity_bytes):
+    owners = partition_whole(specs, num_ranks).owners
+    for layout in layout_buckets(
+        specs, owners, num_ranks, capacity_bytes, resident_capacity_bytes=1000
+    ):
         for slot in layout.slots:
             spec = specs[slot.parameter]
             assert (spec.dtype, spec.device) == (layout.dtype, layout.device)
-            assert (spec.trainable, spec.owns_storage) == (layout.trainable, layout.resident)
+            assert spec.trainable == layout.trainable
+            assert (spec.trainable and spec.owns_storage) == layout.resident
+
+
+def test_resident_buckets_have_a_capacity_of_their_own() -> None:
+    specs = [make_spec(index, 4) for index in range(4)]
+    owners = [GroupRank(0)] * 4
+    layouts = layout_buckets(specs, owners, 1, 16, resident_capacity_bytes=32)
+    assert [(layout.resident, len(layout.slots)) for layout in layouts] == [(True, 2)] * 2
+    assert not any(layout.resident for layout in layout_buckets(specs, owners, 1, 16))
 
 
 def test_devices_are_kept_apart() -> None:

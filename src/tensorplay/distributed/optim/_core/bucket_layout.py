@@ -35,8 +35,8 @@ class BucketLayout:
         dtype: element type of all its parameters.
         device: where all its parameters live.
         trainable: whether its parameters required gradients when the plan was made.
-        resident: whether its parameters may live in the bucket itself, because each of them has a
-            storage of its own.
+        resident: whether its parameters are to live in the bucket itself; each of them is
+            trainable and has a storage of its own.
         slots: the parameters' places, in ascending order.
         cuts: ``(num_ranks + 1,)`` ascending offsets; the last is the bucket's length in elements.
     """
@@ -69,26 +69,31 @@ def layout_buckets(
     owners: Sequence[GroupRank],
     num_ranks: int,
     capacity_bytes: int,
+    *,
+    resident_capacity_bytes: int | None = None,
 ) -> tuple[BucketLayout, ...]:
     """Packs ``specs`` into buckets of at most ``capacity_bytes``, or of one larger parameter.
 
-    Parameters of different dtype or device, trainable and frozen ones, and those that share their
-    storage with something, go to different buckets. Parameters without elements go to none.
+    Parameters of different dtype or device, trainable and frozen ones, resident ones and others go
+    to different buckets. Parameters without elements go to none.
 
     Args:
         specs: the parameters, in order of registration.
         owners: ``owners[position]`` owns ``specs[position]``.
         num_ranks: into how many slices every bucket is cut.
         capacity_bytes: upper bound of a bucket's size, padding aside.
+        resident_capacity_bytes: the same for resident buckets; without it there are none.
     """
     kinds: defaultdict[tuple[torch.device, torch.dtype, bool, bool], list[int]] = defaultdict(list)
     for position in reversed(range(len(specs))):
         spec = specs[position]
         if spec.numel:
-            kinds[spec.device, spec.dtype, spec.trainable, spec.owns_storage].append(position)
+            resident = spec.trainable and spec.owns_storage and resident_capacity_bytes is not None
+            kinds[spec.device, spec.dtype, spec.trainable, resident].append(position)
     layouts = []
     for (device, dtype, trainable, resident), positions in kinds.items():
-        for members in _fill(positions, specs, capacity_bytes):
+        capacity = resident_capacity_bytes if resident else capacity_bytes
+        for members in _fill(positions, specs, capacity or 0):
             slots, cuts = _place(members, specs, owners, num_ranks, dtype)
             layouts.append(BucketLayout(dtype, device, trainable, resident, slots, cuts))
     return tuple(layouts)

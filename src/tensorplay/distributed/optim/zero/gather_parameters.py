@@ -123,19 +123,17 @@ class ParameterBuckets:
 
     Args:
         parameters: all parameters by index; the list is kept and may grow.
-        resident: whether parameters that own their storage move into their buckets.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], *, resident: bool) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._resident = resident
         self._staging: dict[torch.device, tuple[StagingBuffer, ...]] = {}
         self._num_staged = 0
         self.buckets: list[ParameterBucket] = []
 
     def add(self, layout: BucketLayout, specs: Sequence[ParameterSpec]) -> None:
-        """Adds a bucket; moves its parameters into it if they are to be resident."""
-        if self._resident and layout.resident and layout.trainable:
+        """Adds a bucket, and moves its parameters into it if they are to be resident."""
+        if layout.resident:
             home = ParameterHome(layout, specs, self._parameters)
             self.buckets.append(ResidentBucket(home))
         elif len(layout.slots) == 1 and is_dense(self._parameters[layout.slots[0].parameter]):

@@ -61,7 +61,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
         parameters_as_bucket_view: if true, trainable parameters move into flat buffers, as views
             with their shapes and strides, and are gathered there without copies. Build the
             optimizer after the model is on its device and in its dtype. If false, parameters keep
-            their storage and travel through two staging buffers of at most 25 MB.
+            their storage: large ones are sent from there, small ones pass through two staging
+            buffers of 4 MB.
         overlap_with_ddp: not available yet; true raises ``NotImplementedError``.
         **defaults: options for ``optimizer_class``.
 
@@ -104,6 +105,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
         self._communicator = connect(process_group, type(self).__name__)
         self._agreement = Agreement(self._communicator, type(self).__name__)
         self.process_group = self._communicator.process_group
+        self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
         self._consolidated: dict[str, Any] | None = None
         error = None
         try:
@@ -118,12 +120,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
                 **self._describe_parameters(),
                 **self._describe_options(),
                 "optimizer_class": f"{type(self.optim).__module__}.{type(self.optim).__qualname__}",
-                "parameters_as_bucket_view": bool(parameters_as_bucket_view),
+                "parameters_as_bucket_view": self.parameters_as_bucket_view,
                 "world_size": self._communicator.members.world_size,
             },
             error,
         )
-        self._buckets = ParameterBuckets(self._parameters, resident=parameters_as_bucket_view)
+        self._buckets = ParameterBuckets(self._parameters)
         for layout in self._plan.layouts:
             self._buckets.add(layout, self._plan.specs)
 
@@ -134,7 +136,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
         super().__init__(canonical_groups(params), defaults={})  # the local optimizer knows them
         self._parameters = list(dict.fromkeys(all_parameters(self.param_groups)))
         self._refuse_unsendable(self._parameters)
-        self._plan = ShardingPlan.of(self._parameters, self._communicator.members.world_size)
+        self._plan = ShardingPlan.of(
+            self._parameters,
+            self._communicator.members.world_size,
+            resident=self.parameters_as_bucket_view,
+        )
         self._placeholders: set[torch.Tensor] = set()
         self.optim = optimizer_class(
             [self._owned_group(group) for group in self.param_groups], **defaults
@@ -167,7 +173,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
             added = [p for p in dict.fromkeys(group["params"]) if p not in known]
             self._refuse_unsendable(added)
             self._parameters.extend(added)
-            self._plan = ShardingPlan.of(self._parameters, plan.partition.num_ranks, before=plan)
+            self._plan = ShardingPlan.of(
+                self._parameters,
+                plan.partition.num_ranks,
+                resident=self.parameters_as_bucket_view,
+                before=plan,
+            )
             self.optim.add_param_group(self._owned_group(group))
             copy_options_(self.optim.param_groups[-1:], [group])
         except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first

@@ -9,8 +9,12 @@ from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, layou
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, describe_parameters
 from tensorplay.distributed.optim._core.partition import WholePartition, partition_whole
 
-BUCKET_CAPACITY_BYTES = 25 * 1024 * 1024
-"""The same as DDP's: large enough to fill a link, small enough to bound the staging memory."""
+RESIDENT_CAPACITY_BYTES = 25 * 1024 * 1024
+"""Buckets in which parameters live: the same as DDP's, large enough to fill any link."""
+
+STAGED_CAPACITY_BYTES = 4 * 1024 * 1024
+"""Buckets that pass through a staging buffer: small ones stay in a CPU's cache between copy and
+transport, and keep the staging memory small; larger parameters travel without one."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,17 @@ class ShardingPlan:
         cls,
         parameters: Sequence[torch.Tensor],
         num_ranks: int,
+        *,
+        resident: bool = False,
         before: "ShardingPlan | None" = None,
     ) -> "ShardingPlan":
         """Plans for ``parameters``, which begin with those of ``before``; these stay as they are.
+
+        Args:
+            parameters: all of them, by index.
+            num_ranks: how many ranks share them.
+            resident: whether parameters that can are to live in their buckets.
+            before: an earlier plan of the first parameters.
 
         Raises:
             ValueError: if a new parameter overlaps in memory with several of ``before`` that have
@@ -47,7 +59,11 @@ class ShardingPlan:
         specs = (before.specs if before else ()) + described[num_planned:]
         partition = partition_whole(specs, num_ranks, before.partition if before else None)
         layouts = layout_buckets(
-            specs[num_planned:], partition.owners[num_planned:], num_ranks, BUCKET_CAPACITY_BYTES
+            specs[num_planned:],
+            partition.owners[num_planned:],
+            num_ranks,
+            STAGED_CAPACITY_BYTES,
+            resident_capacity_bytes=RESIDENT_CAPACITY_BYTES if resident else None,
         )
         return cls(specs, partition, (before.layouts if before else ()) + layouts)
 
