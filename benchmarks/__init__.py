@@ -1,0 +1,1 @@
+"""Measurements of what the package promises: ``python -m benchmarks`` lists them."""
