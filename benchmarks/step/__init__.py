@@ -13,6 +13,13 @@ SHARE_OF_MEMORY = 0.7
 
 def main(argv: list[str]) -> None:
     """Measures, prints the tables and writes them with all samples and a plot to a folder."""
+    try:
+        _measure_and_report(argv)
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted; all processes have ended")
+
+
+def _measure_and_report(argv: list[str]) -> None:
     from benchmarks.step.candidates import select, split
     from benchmarks.step.measurement import Task
     from benchmarks.step.processes import run_task
@@ -34,27 +41,24 @@ def main(argv: list[str]) -> None:
         }
     )
     results = []
-    try:
-        for model in options.models:
-            present = [candidate for candidate in chosen if candidate.name not in missing]
-            at_most = options.together or _how_many_fit(ModelSize.of(model).nbytes, options.nproc)
-            groups = [
-                run_task(
-                    Task(
-                        model=model,
-                        candidates=tuple(candidate.name for candidate in group),
-                        world_size=options.nproc,
-                        steps=options.steps,
-                        warm_up=options.warm_up,
-                        clipping=options.clip,
-                    )
+    for model in options.models:
+        present = [candidate for candidate in chosen if candidate.name not in missing]
+        at_most = options.together or _how_many_fit(ModelSize.of(model).nbytes, options.nproc)
+        groups = [
+            run_task(
+                Task(
+                    model=model,
+                    candidates=tuple(candidate.name for candidate in group),
+                    world_size=options.nproc,
+                    steps=options.steps,
+                    warm_up=options.warm_up,
+                    clipping=options.clip,
                 )
-                for group in split(present, at_most)
-            ]
-            results.append(ModelResults.of(model, groups, chosen, missing))
-            print(f"\n{format_terminal(results[-1])}", flush=True)
-    except KeyboardInterrupt:
-        sys.exit("\ninterrupted; all processes have ended")
+            )
+            for group in split(present, at_most)
+        ]
+        results.append(ModelResults.of(model, groups, chosen, missing))
+        print(f"\n{format_terminal(results[-1])}", flush=True)
     print("", *explain(conditions), sep="\n")
     (options.out / "step.json").write_text(
         json.dumps(to_json(conditions, results), indent=1) + "\n", encoding="utf-8"

@@ -18,15 +18,17 @@ def run_task(task: Task) -> list[Measurement]:
     """
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", KINETO_LOG_LEVEL="99")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Ranks fork from a server that has imported torch already, which takes seconds.
+    mp.get_context("forkserver").set_forkserver_preload([run_rank.__module__])
     with tempfile.TemporaryDirectory(prefix="benchmark-step-") as scratch:
-        # Daemons end with this process whatever happens to it before `finally` guards them.
+        # What `finally` can't guard ends by itself: daemons at our exit, and ranks that find us gone.
         context = mp.start_processes(
             run_rank,
             (task, scratch),
             task.world_size,
             join=False,
             daemon=True,
-            start_method="spawn",
+            start_method="forkserver",
         )
         try:
             while not context.join(grace_period=GRACE_S):

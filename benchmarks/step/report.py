@@ -76,7 +76,7 @@ def explain(conditions: Conditions) -> list[str]:
     )
     parameters = (
         f"Parameters: how they compare with the reference's after {CHECKED_STEPS} steps from the "
-        f"same start; the largest relative difference of a tensor in the 2-norm, of which "
+        f"same start; the relative difference of all together in the 2-norm, of which "
         f"{TOLERANCE:g} is allowed between kernels."
     )
     place = f"{machine['cpu']}, {machine['cores']} cores, load {machine['load before']} before; "
