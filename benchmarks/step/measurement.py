@@ -138,7 +138,7 @@ def measure(task: Task) -> list[Measurement]:
     )
     with progress:
         differences = compare(candidates, loops, batches)
-        report_agreement(candidates, differences)
+        report_agreement(model, candidates, differences)
         batch = batches.draw(0)
         traffic = {
             name: count_traffic(functools.partial(loop.run, batch), COUNTED_STEPS)
@@ -229,7 +229,9 @@ def compare(
     return differences
 
 
-def report_agreement(candidates: Sequence[Candidate], differences: dict[str, float | None]) -> None:
+def report_agreement(
+    model: BenchmarkModel, candidates: Sequence[Candidate], differences: dict[str, float | None]
+) -> None:
     """Says on rank 0, before anything is timed, whether all candidates compute the same."""
     if dist.get_rank() != 0:
         return
@@ -238,7 +240,7 @@ def report_agreement(candidates: Sequence[Candidate], differences: dict[str, flo
         for candidate in candidates
     ]
     tqdm.write(
-        f"parameters after {CHECKED_STEPS} steps, compared with the reference's: "
+        f"{model.name}: parameters after {CHECKED_STEPS} steps, compared with the reference's: "
         + "; ".join(verdicts)
     )
 

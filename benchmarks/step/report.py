@@ -1,5 +1,6 @@
 """The table on the terminal, the same as markdown, and the plot."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -165,10 +166,10 @@ def plot(path: Path, conditions: Conditions, results: Sequence[ModelResults]) ->
     panels[0][0].set_yticks(range(len(labels)), labels)
     panels[0][0].invert_yaxis()
     settings = conditions.settings
-    figure.supxlabel(
+    note = (
         f"Median of {settings['steps']} steps, whiskers from the 10th to the 90th percentile; "
-        f"{settings['nproc']} ranks on gloo. Hatched: no clipping; † to DDP without clipping.",
-        fontsize=8,
+        f"{settings['nproc']} ranks on gloo. Hatched: no clipping; † to DDP without clipping."
     )
+    figure.supxlabel(textwrap.fill(note, int(14 * figure.get_figwidth())), fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
