@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
 NPROC ?= 2
 ARGS ?=
 
@@ -37,8 +38,14 @@ format: $(STAMP)  ## format the code and apply ruff's safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## run the benchmarks
-	$(BIN)/python -m benchmarks $(ARGS)
+bench: $(STAMP) $(BENCH_STAMP)  ## compare a training step with the peers'; ARGS="--help" lists all benchmarks
+	$(BIN)/python -m benchmarks $(or $(ARGS),step)
+
+# Peers to compare with. They may not change torch, so they come without their dependencies; a
+# benchmark says which are missing.
+$(BENCH_STAMP): requirements/bench.txt | $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r requirements/bench.txt \
+		&& touch $(BENCH_STAMP) || echo "Some peers could not be installed; the benchmarks go on without them."
 
 clean:  ## remove caches and outputs, keep .venv
 	rm -rf runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,1 +1,1 @@
-"""Measurements of what the tests can't assert: time."""
+"""Measurements of what the package promises: ``python -m benchmarks`` lists them."""

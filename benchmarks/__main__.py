@@ -1,36 +1,45 @@
-"""``python -m benchmarks NAME [ARGS ...]`` runs a benchmark; without a name, lists them."""
+"""Runs a benchmark by name: ``python -m benchmarks NAME [OPTION ...]``; without a name, lists all.
+
+A benchmark is a module or package in this folder that defines ``main(argv: list[str]) -> None``;
+the first line of its docstring is what the list says about it.
+"""
 
 import ast
 import importlib
-import pkgutil
 import sys
 from pathlib import Path
 
 
-def describe() -> dict[str, str]:
-    """The first line of each benchmark's docstring, by name; imports none of them."""
+def find_benchmarks() -> dict[str, str]:
+    """What each benchmark measures, by name, read from the sources: nothing is imported."""
     folder = Path(__file__).parent
-    names = sorted(
-        module.name for module in pkgutil.iter_modules([str(folder)]) if module.name[0] != "_"
-    )
-    return {
-        name: (ast.get_docstring(ast.parse((folder / f"{name}.py").read_text())) or "").split("\n")[
-            0
-        ]
-        for name in names
+    sources = {
+        **{path.stem: path for path in folder.glob("*.py")},
+        **{path.parent.name: path for path in folder.glob("*/__init__.py")},
     }
+    found = {}
+    for name, path in sorted(sources.items()):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
+            if name == "__main__":
+                continue
+            summary = (ast.get_docstring(tree) or "").partition("\n")[0]
+            found[name] = summary
+    return found
 
 
-def main(argv: list[str]) -> int:
-    benchmarks = describe()
+def main(argv: list[str]) -> None:
+    benchmarks = find_benchmarks()
     if argv and argv[0] in benchmarks:
         importlib.import_module(f"benchmarks.{argv[0]}").main(argv[1:])
-        return 0
-    print(__doc__)
-    for name, summary in benchmarks.items():
-        print(f"  {name:<16} {summary}")
-    return int(bool(argv) and argv[0] not in {"-h", "--help"})
+        return
+    width = max(map(len, benchmarks), default=0)
+    listing = "\n".join(f"  {name:<{width}}  {what}" for name, what in benchmarks.items())
+    usage = f"usage: python -m benchmarks NAME [OPTION ...]   (NAME --help says more)\n\n{listing}"
+    if argv and argv[0] not in {"-h", "--help"}:
+        sys.exit(f"there is no benchmark {argv[0]!r}\n{usage}")
+    print(usage)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -1,8 +1,6 @@
-"""Compares ``import tensorplay`` with ``import torch``, each in fresh processes, one after the other.
+"""``import tensorplay`` against ``import torch``, each in fresh processes, one after the other."""
 
-Run with ``python -m benchmarks.import_time [ROUNDS]``.
-"""
-
+import argparse
 import statistics
 import subprocess
 import sys
@@ -21,8 +19,10 @@ def seconds_to_run(statement: str) -> float:
     return float(result.stdout)
 
 
-def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_ROUNDS
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks import_time", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS)
+    rounds = parser.parse_args(argv).rounds
     for statement in STATEMENTS:
         seconds_to_run(statement)  # fills the file cache and writes the byte code
     seconds: dict[str, list[float]] = {statement: [] for statement in STATEMENTS}
@@ -38,7 +38,3 @@ def main() -> None:
         )
     torch_median, own_median = (statistics.median(seconds[s]) for s in STATEMENTS)
     print(f"ratio of the medians: {own_median / torch_median:.3f}")
-
-
-if __name__ == "__main__":
-    main()

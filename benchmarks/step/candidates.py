@@ -1,0 +1,280 @@
+"""The ways to train that are compared. To add one, add an entry to ``CANDIDATES``.
+
+All use AdamW with the same options and, unless they say so, its fused kernel. What differs between
+them is one subclass of ``Trainer``, where the plain one doesn't do, and a function that builds it.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from benchmarks.step.models import Batch
+
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+FUSED: dict[str, Any] = {**ADAMW, "fused": True}
+
+
+class Trainer:
+    """A model with its optimizer, stepped in phases; every method is called on all ranks.
+
+    Args:
+        module: what a training script would call: it takes a batch and returns the loss.
+        optimizer: what a training script would step.
+        local_optimizer: the optimizer that holds this rank's state, if that's another one.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, local_optimizer: Any = None
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.local_optimizer = optimizer if local_optimizer is None else local_optimizer
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The loss of this rank's batch."""
+        loss: Tensor = self.module(*batch)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Computes gradients, and whatever communication happens meanwhile."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip_(self, max_norm: float) -> None:
+        """Clips the averaged gradients by their global norm."""
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def step_(self) -> None:
+        """Updates the parameters and frees the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def full_parameters(self) -> list[Tensor]:
+        """The parameters as every rank sees them after a step, in the model's order."""
+        return [parameter.detach() for parameter in self.module.parameters()]
+
+    def state_nbytes(self) -> int:
+        """Bytes of optimizer state that this rank holds."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for state in self.local_optimizer.state.values()
+            for tensor in state.values()
+            if isinstance(tensor, Tensor)
+        )
+
+
+class OverlappedTorchZero(Trainer):
+    """torch's ZeRO under its communication hook: backward has already stepped."""
+
+    def step_(self) -> None:
+        """Frees the gradients."""
+        self.optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An entry of the table.
+
+    Attributes:
+        name: what ``--candidates`` calls it.
+        label: what the table and the plot call it.
+        family: whose it is; the plot has a colour for each.
+        build: makes the trainer from a model, which it may change; called on all ranks.
+        reference: name of the candidate whose step is the unit of this one's ratio.
+        clips: false if it can't clip, so that it trains without.
+        is_exact: whether the parameters must equal the reference's bit for bit.
+        inert_steps: how many first steps don't update the parameters.
+        needs: the package to import, for peers that may not be installed.
+    """
+
+    name: str
+    label: str
+    family: str
+    build: Callable[[nn.Module], Trainer]
+    reference: str = "ddp"
+    clips: bool = True
+    is_exact: bool = True
+    inert_steps: int = 0
+    needs: str | None = None
+
+    def why_missing(self) -> str | None:
+        """The reason why the peer can't be imported, or ``None`` if it can."""
+        if self.needs is None:
+            return None
+        try:
+            importlib.import_module(self.needs)
+        except Exception as error:  # noqa: BLE001 - a broken peer is as good as none
+            return f"{type(error).__name__}: {error}"
+        return None
+
+
+def _ddp(options: dict[str, Any]) -> Callable[[nn.Module], Trainer]:
+    def build(module: nn.Module) -> Trainer:
+        return Trainer(DistributedDataParallel(module), AdamW(module.parameters(), **options))
+
+    return build
+
+
+def _torch_zero(
+    options: dict[str, Any], *, bucket_view: bool = False
+) -> Callable[[nn.Module], Trainer]:
+    def build(module: nn.Module) -> Trainer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        zero = ZeroRedundancyOptimizer(
+            module.parameters(), AdamW, parameters_as_bucket_view=bucket_view, **options
+        )
+        return Trainer(DistributedDataParallel(module), zero, zero.optim)
+
+    return build
+
+
+def _torch_zero_overlapped(module: nn.Module) -> Trainer:
+    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(module)
+    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, overlap_with_ddp=True, **FUSED)
+    # The hook refuses gloo, which it says may hang; a hang ends in the group's time-out.
+    with mock.patch.object(dist, "get_backend", return_value="nccl"):
+        hook = hook_with_zero_step(allreduce_hook, ddp, zero)
+    ddp.register_comm_hook(None, hook)
+    return OverlappedTorchZero(ddp, zero, _LateLocalOptimizer(zero))
+
+
+class _LateLocalOptimizer:
+    """The overlapped ZeRO builds its local optimizer in the second backward."""
+
+    def __init__(self, zero: Any) -> None:
+        self._zero = zero
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
+        state: dict[Tensor, dict[str, Tensor]] = self._zero.optim.state
+        return state
+
+
+def _fairscale_oss(module: nn.Module) -> Trainer:
+    from fairscale.optim.oss import OSS
+
+    oss = OSS(module.parameters(), optim=AdamW, **FUSED)
+    return Trainer(DistributedDataParallel(module), oss, oss.optim)
+
+
+def _tensorplay_zero(*, bucket_view: bool) -> Callable[[nn.Module], Trainer]:
+    def build(module: nn.Module) -> Trainer:
+        from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+
+        zero = ZeroRedundancyOptimizer(
+            module.parameters(), AdamW, parameters_as_bucket_view=bucket_view, **FUSED
+        )
+        return Trainer(DistributedDataParallel(module), zero, zero.optim)
+
+    return build
+
+
+REFERENCE = "ddp"
+UNCLIPPED_REFERENCE = "ddp-unclipped"
+
+CANDIDATES = {
+    candidate.name: candidate
+    for candidate in (
+        Candidate(REFERENCE, "DDP", "DDP", _ddp(FUSED)),
+        Candidate("ddp-default", "DDP, default kernel", "DDP", _ddp(ADAMW), is_exact=False),
+        Candidate("torch-zero", "torch ZeRO", "torch", _torch_zero(FUSED)),
+        Candidate(
+            "torch-zero-view",
+            "torch ZeRO, bucket view",
+            "torch",
+            _torch_zero(FUSED, bucket_view=True),
+        ),
+        Candidate(
+            "torch-zero-default",
+            "torch ZeRO, default kernel",
+            "torch",
+            _torch_zero(ADAMW),
+            is_exact=False,
+        ),
+        Candidate("oss", "fairscale OSS", "fairscale", _fairscale_oss, needs="fairscale.optim.oss"),
+        Candidate("zero", "tensorplay ZeRO", "tensorplay", _tensorplay_zero(bucket_view=False)),
+        Candidate(
+            "zero-view",
+            "tensorplay ZeRO, bucket view",
+            "tensorplay",
+            _tensorplay_zero(bucket_view=True),
+        ),
+        Candidate(UNCLIPPED_REFERENCE, "DDP, no clipping", "DDP", _ddp(FUSED), clips=False),
+        Candidate(
+            "torch-zero-overlap",
+            "torch ZeRO, overlap hook, no clipping",
+            "torch",
+            _torch_zero_overlapped,
+            reference=UNCLIPPED_REFERENCE,
+            clips=False,
+            is_exact=False,
+            inert_steps=2,
+        ),
+    )
+}
+
+
+def select(names: Iterable[str], *, clipping: bool) -> list[Candidate]:
+    """The named candidates and the references that they need, in the order of the table.
+
+    Without clipping there is one reference: the two would be the same.
+    """
+    chosen = dict(CANDIDATES)
+    if not clipping:
+        del chosen[UNCLIPPED_REFERENCE]
+        chosen = {
+            name: dataclasses.replace(candidate, reference=REFERENCE)
+            if candidate.reference == UNCLIPPED_REFERENCE
+            else candidate
+            for name, candidate in chosen.items()
+        }
+    wanted = {REFERENCE, *names}
+    wanted |= {chosen[name].reference for name in wanted if name in chosen}
+    return [candidate for name, candidate in chosen.items() if name in wanted]
+
+
+def split(candidates: Sequence[Candidate], at_most: int) -> list[list[Candidate]]:
+    """Sets of candidates that may be alive together, each with the references of its members.
+
+    Args:
+        candidates: what :func:`select` returned.
+        at_most: how many may be alive together; the references come on top if they must.
+    """
+    by_name = {candidate.name: candidate for candidate in candidates}
+
+    def with_references(members: Sequence[Candidate]) -> list[Candidate]:
+        names = {member.name for member in members}
+        while missing := {by_name[name].reference for name in names} - names:
+            names |= missing
+        return [candidate for candidate in candidates if candidate.name in names]
+
+    references = {candidate.reference for candidate in candidates}
+    groups: list[list[Candidate]] = []
+    current: list[Candidate] = []
+    for candidate in candidates:
+        if candidate.name in references:
+            continue
+        if current and len(with_references([*current, candidate])) > at_most:
+            groups.append(with_references(current))
+            current = []
+        current.append(candidate)
+    if current:
+        groups.append(with_references(current))
+    seated = {candidate.name for group in groups for candidate in group}
+    alone = [candidate for candidate in candidates if candidate.name not in seated]
+    if alone:
+        groups.append(with_references(alone))
+    return groups
