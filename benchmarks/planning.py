@@ -14,7 +14,7 @@ import torch
 from tensorplay.distributed.optim._core.bucket_layout import layout_buckets
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 from tensorplay.distributed.optim._core.partition import partition_whole
-from tensorplay.distributed.optim.zero.sharding_plan import RESIDENT_CAPACITY_BYTES
+from tensorplay.distributed.optim.zero.sharding_plan import CAPACITY_BYTES
 
 SIZES = ((100, 8), (1_000, 64), (10_000, 256), (100_000, 8), (100_000, 128), (100_000, 1_024))
 WIDTHS = (256, 384, 512, 768, 1024)
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
             start = time.process_time()
             partition = partition_whole(specs, num_ranks)
             middle = time.process_time()
-            layouts = layout_buckets(specs, partition.owners, num_ranks, RESIDENT_CAPACITY_BYTES)
+            layouts = layout_buckets(specs, partition.owners, num_ranks, CAPACITY_BYTES)
             times.append((middle - start, time.process_time() - middle))
         owners_s, layout_s = best(times)
         gib = sum(spec.nbytes for spec in specs) / 2**30

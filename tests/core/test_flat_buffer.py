@@ -151,9 +151,3 @@ def test_a_parameter_that_was_rebound_with_other_strides_has_strayed() -> None:
     home = ParameterHome(layout, specs, [parameter])
     parameter.data = parameter.data.t()
     assert home.strayed() == layout.slots[0]
-
-
-def test_the_slots_of_others_are_those_that_a_rank_does_not_own() -> None:
-    home, _parameters = make_home()
-    assert [slot.parameter for slot in home.slots_of_others(GroupRank(1))] == [1]
-    assert [slot.parameter for slot in home.slots_of_others(GroupRank(0))] == [2, 0]

@@ -305,8 +305,7 @@ def test_more_ranks_than_parameters(resident: bool) -> None:
 
 def _many_buckets(resident: bool) -> None:
     torch.manual_seed(0)
-    sharding_plan.STAGED_CAPACITY_BYTES = 4000  # this process ends with the test
-    sharding_plan.RESIDENT_CAPACITY_BYTES = 4000
+    sharding_plan.CAPACITY_BYTES = 4000  # this process ends with the test
     sizes = [300, 10, 250, 9000, 7, 100, 400, 600, 600, 20]
     parameters = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
     train_both(parameters, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, resident=resident)

@@ -63,6 +63,11 @@ class BucketLayout:
         start, end = self.cuts[group_rank], self.cuts[group_rank + 1]
         return tuple(slot for slot in self.slots if start <= slot.offset < end)
 
+    def slots_except(self, group_rank: GroupRank) -> tuple[Slot, ...]:
+        """The places of the parameters that other ranks own."""
+        start, end = self.cuts[group_rank], self.cuts[group_rank + 1]
+        return tuple(slot for slot in self.slots if not start <= slot.offset < end)
+
 
 def layout_buckets(
     specs: Sequence[ParameterSpec],

@@ -6,7 +6,6 @@ import torch
 
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, Slot
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
-from tensorplay.distributed.optim._core.ranks import GroupRank
 
 
 class FlatBuffer:
@@ -30,28 +29,33 @@ class FlatBuffer:
             if storage is None
             else storage[: layout.numel]
         )
-        self._specs = specs
+        start = self.flat.storage_offset()
+        self._views = {
+            slot.parameter: self.flat.as_strided(
+                specs[slot.parameter].shape, specs[slot.parameter].stride, start + slot.offset
+            )
+            for slot in layout.slots
+        }
 
     def view(self, slot: Slot) -> torch.Tensor:
         """The slot in the shape and strides of its parameter; writes go through."""
-        spec = self._specs[slot.parameter]
-        return self.flat.as_strided(
-            spec.shape, spec.stride, self.flat.storage_offset() + slot.offset
-        )
+        return self._views[slot.parameter]
 
+    @torch.no_grad()
     def pack_(self, parameters: Sequence[torch.Tensor], slots: Sequence[Slot]) -> None:
         """Copies the values of ``parameters`` (by index) into ``slots``."""
         if slots:
             torch._foreach_copy_(
                 [self.view(slot) for slot in slots],
-                [parameters[slot.parameter].detach() for slot in slots],
+                [parameters[slot.parameter] for slot in slots],
             )
 
+    @torch.no_grad()
     def unpack_(self, parameters: Sequence[torch.Tensor], slots: Sequence[Slot]) -> None:
         """Copies ``slots`` back into the storages of ``parameters`` (by index)."""
         if slots:
             torch._foreach_copy_(
-                [parameters[slot.parameter].detach() for slot in slots],
+                [parameters[slot.parameter] for slot in slots],
                 [self.view(slot) for slot in slots],
             )
 
@@ -91,8 +95,3 @@ class ParameterHome:
             if (parameter.data_ptr(), parameter.stride()) != place:
                 return slot
         return None
-
-    def slots_of_others(self, group_rank: GroupRank) -> tuple[Slot, ...]:
-        """The slots that other ranks than ``group_rank`` own."""
-        own = set(self.layout.slots_of(group_rank))
-        return tuple(slot for slot in self.layout.slots if slot not in own)

@@ -6,6 +6,7 @@ packs its slots into a staging buffer, the others unpack theirs from it. Two sta
 the staged buckets in turn, so that packing one overlaps with sending the other.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
 from tensorplay.distributed.optim._core.collectives import Communicator, Waitable
 from tensorplay.distributed.optim._core.flat_buffer import FlatBuffer, ParameterHome
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, is_dense
+from tensorplay.distributed.optim._core.ranks import GroupRank
 
 NUM_STAGING_BUFFERS = 2
 
@@ -64,22 +66,26 @@ class StagedBucket:
         specs: Sequence[ParameterSpec],
         parameters: Sequence[torch.Tensor],
         staging: "StagingBuffer",
+        group_rank: GroupRank,
     ) -> None:
         self.layout = layout
         self._specs = specs
         self._parameters = parameters
         self._staging = staging
+        self._own = layout.slots_of(group_rank)
+        self._others = layout.slots_except(group_rank)
+        self._buffer: FlatBuffer | None = None
 
     def launch(self, communicator: Communicator) -> Waitable:
         """See :class:`ParameterBucket`."""
         storage = self._staging.take(self.layout)
-        buffer = FlatBuffer(self.layout, self._specs, storage)
-        own = self.layout.slots_of(communicator.members.group_rank)
-        owned = {slot.parameter for slot in own}
-        others = [slot for slot in self.layout.slots if slot.parameter not in owned]
-        buffer.pack_(self._parameters, own)
+        buffer = self._buffer
+        if buffer is None or buffer.flat.data_ptr() != storage.data_ptr():
+            buffer = self._buffer = FlatBuffer(self.layout, self._specs, storage)
+        buffer.pack_(self._parameters, self._own)
         gathering = communicator.gather_from_owners(buffer.flat, self.layout.cuts)
-        return self._staging.occupy(gathering, lambda: buffer.unpack_(self._parameters, others))
+        unpack = functools.partial(buffer.unpack_, self._parameters, self._others)
+        return self._staging.occupy(gathering, unpack)
 
 
 class StagingBuffer:
@@ -123,10 +129,12 @@ class ParameterBuckets:
 
     Args:
         parameters: all parameters by index; the list is kept and may grow.
+        group_rank: this rank, whose parameters are sent.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], group_rank: GroupRank) -> None:
         self._parameters = parameters
+        self._group_rank = group_rank
         self._staging: dict[torch.device, tuple[StagingBuffer, ...]] = {}
         self._num_staged = 0
         self.buckets: list[ParameterBucket] = []
@@ -144,7 +152,9 @@ class ParameterBuckets:
             )
             buffer = buffers[self._num_staged % NUM_STAGING_BUFFERS]
             self._num_staged += 1
-            self.buckets.append(StagedBucket(layout, specs, self._parameters, buffer))
+            self.buckets.append(
+                StagedBucket(layout, specs, self._parameters, buffer, self._group_rank)
+            )
 
     def launch(self, communicator: Communicator, *, trainable: bool) -> list[Waitable]:
         """Starts gathering the buckets that were trainable, or frozen, when they were planned."""

@@ -62,7 +62,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
             with their shapes and strides, and are gathered there without copies. Build the
             optimizer after the model is on its device and in its dtype. If false, parameters keep
             their storage: large ones are sent from there, small ones pass through two staging
-            buffers of 4 MB.
+            buffers of at most 25 MB.
         overlap_with_ddp: not available yet; true raises ``NotImplementedError``.
         **defaults: options for ``optimizer_class``.
 
@@ -125,7 +125,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
             },
             error,
         )
-        self._buckets = ParameterBuckets(self._parameters)
+        self._buckets = ParameterBuckets(self._parameters, self._communicator.members.group_rank)
         for layout in self._plan.layouts:
             self._buckets.add(layout, self._plan.specs)
 

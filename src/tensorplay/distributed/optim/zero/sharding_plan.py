@@ -9,12 +9,11 @@ from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, layou
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, describe_parameters
 from tensorplay.distributed.optim._core.partition import WholePartition, partition_whole
 
-RESIDENT_CAPACITY_BYTES = 25 * 1024 * 1024
-"""Buckets in which parameters live: the same as DDP's, large enough to fill any link."""
+CAPACITY_BYTES = 25 * 1024 * 1024
+"""Of a bucket at most: the same as DDP's, large enough to fill any link."""
 
-STAGED_CAPACITY_BYTES = 4 * 1024 * 1024
-"""Buckets that pass through a staging buffer: small ones stay in a CPU's cache between copy and
-transport, and keep the staging memory small; larger parameters travel without one."""
+LEAST_STAGED_CAPACITY_BYTES = 8 * 1024 * 1024
+"""Of a bucket that passes through a staging buffer, at least: see :func:`staged_capacity`."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,20 @@ class ShardingPlan:
             specs[num_planned:],
             partition.owners[num_planned:],
             num_ranks,
-            STAGED_CAPACITY_BYTES,
-            resident_capacity_bytes=RESIDENT_CAPACITY_BYTES if resident else None,
+            staged_capacity(specs),
+            resident_capacity_bytes=CAPACITY_BYTES if resident else None,
         )
         return cls(specs, partition, (before.layouts if before else ()) + layouts)
+
+
+def staged_capacity(specs: Sequence[ParameterSpec]) -> int:
+    """How large buckets that are staged may be, in bytes.
+
+    Two staging buffers shall not eat what sharding saves, so a bucket is a sixth of the parameters
+    at most; smaller than 8 MB they would only cost time.
+    """
+    total = sum(spec.nbytes for spec in specs)
+    return min(CAPACITY_BYTES, max(LEAST_STAGED_CAPACITY_BYTES, total // 6))
 
 
 def _refuse_bridges(planned: Sequence[ParameterSpec], partition: WholePartition) -> None:
