@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from tensorplay.distributed.optim._core import tagged_json
@@ -27,13 +28,14 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
 from tensorplay.distributed.optim.zero.checkpoint import consolidate, own_part, require_fit
 from tensorplay.distributed.optim.zero.coupled_optimizers import refuse_coupled
 from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
+from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
 from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
 
-class ZeroRedundancyOptimizer(WrappedOptimizer):
+class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     r"""Wraps any ``torch.optim.Optimizer`` class and shards its state across the ranks of a group.
 
     Each rank keeps the optimizer state of about ``1 / world_size`` of the parameters, steps only
@@ -102,6 +104,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
                 "overlap_with_ddp=True is not available yet; leave it False: the step then runs "
                 "after backward, with the same result"
             )
+        Joinable.__init__(self)
+        self._has_joined = False
         self._communicator = connect(process_group, type(self).__name__)
         self._agreement = Agreement(self._communicator, type(self).__name__)
         self.process_group = self._communicator.process_group
@@ -219,6 +223,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
             RuntimeError: if the ranks' options differ (naming option and values), or a parameter's
                 storage, dtype, shape or device was replaced; on every rank, before anything changes.
         """
+        if self._join_config.enable:
+            self._take_part_in_join(closure)
         with record_function(f"{type(self).__name__}.agree"):
             copy_options_(self.param_groups, self.optim.param_groups)
             self._agreement.settle("step", self._describe_options(), self._find_replaced())
@@ -226,6 +232,51 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
         with record_function(f"{type(self).__name__}.gather"):
             self._gather_parameters(error)
         return loss
+
+    def _take_part_in_join(self, closure: Callable[[], Any] | None) -> None:
+        if not self._has_joined:
+            Join.notify_join_context(self)
+        error = None
+        if closure is not None:
+            error = ValueError(
+                "a closure can't be used inside Join: a rank that has joined could not follow its "
+                "forward and backward passes. Run them before step()"
+            )
+        JoinRound(
+            self._communicator,
+            self._agreement,
+            self._parameters,
+            self._plan.partition.owners,
+            self._device_of_type(),
+        ).run(self.param_groups, joined=self._has_joined, error=error)
+
+    def _step_when_joined(self) -> None:
+        self._has_joined = True
+        try:
+            self.step()
+        finally:
+            self._has_joined = False
+            for parameter in all_parameters(self.optim.param_groups):
+                parameter.grad = None  # they were received for this step only
+
+    def join_hook(self, **_kwargs: Any) -> JoinHook:
+        """The hook with which a rank that has run out of inputs goes on stepping its shard.
+
+        For the ``Join`` of ``tensorplay.distributed.algorithms.join``, in any order, or torch's,
+        with ``DistributedDataParallel`` first. The joined rank gets its shard's averaged gradients
+        and the options of all groups from an active one.
+        """
+        return StepWhenJoined(self._step_when_joined)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self._parameters[0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group across which the state is sharded."""
+        return self.process_group
 
     def _step_owned(
         self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]

@@ -1,0 +1,136 @@
+"""Uneven inputs: a rank that has joined goes on stepping its shard, with what the active ranks have.
+
+Under ``Join`` a rank without inputs shadows the others' collectives. DDP lets it take part in the
+all-reduce of gradients, but doesn't give it the result; and its own scheduler has stopped. So in
+each step the first active rank sends every joined one the averaged gradients of its shard and the
+options of all groups. Then all of them step as always.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from tensorplay.distributed.optim._core import tagged_json
+from tensorplay.distributed.optim._core.agreement import Agreement
+from tensorplay.distributed.optim._core.collectives import Communicator
+from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.wrapped_optimizer import options_of
+from tensorplay.distributed.optim.zero.checkpoint import Shard, receive_tensors_, send_tensors
+
+
+class StepWhenJoined(JoinHook):
+    """Makes a joined rank take part in every step."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self._step = step
+
+    def main_hook(self) -> None:
+        """Shadows one iteration of the active ranks."""
+        self._step()
+
+
+class JoinRound:
+    """What the ranks exchange before a step inside ``Join``; every rank must run it.
+
+    Args:
+        communicator: carries it.
+        agreement: settles whether anybody has joined at all.
+        parameters: all parameters, by index.
+        owners: their owners.
+        device_of_type: this rank's device of each type, for what it receives.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        agreement: Agreement,
+        parameters: Sequence[torch.Tensor],
+        owners: Sequence[GroupRank],
+        device_of_type: Mapping[str, torch.device],
+    ) -> None:
+        self._communicator = communicator
+        self._agreement = agreement
+        self._parameters = parameters
+        self._owners = owners
+        self._device_of_type = device_of_type
+
+    def run(
+        self,
+        groups: Sequence[dict[str, Any]],
+        *,
+        joined: bool,
+        error: Exception | None = None,
+    ) -> None:
+        """Gives joined ranks gradients and options; on them, ``groups`` and ``.grad`` are written."""
+        if not self._agreement.settle("step (join)", error=error, flag=int(joined)):
+            return
+        members = self._communicator.members
+        flags = self._communicator.all_gather_bytes(b"joined" if joined else b"")
+        active = [rank for rank, flag in zip(members, flags, strict=True) if not flag]
+        if not active or members.group_rank not in {active[0], *self._joined(active)}:
+            return
+        if joined:
+            self._receive(groups, active[0])
+            return
+        for rank in self._joined(active):
+            self._send(groups, rank)
+
+    def _joined(self, active: Sequence[GroupRank]) -> list[GroupRank]:
+        return [rank for rank in self._communicator.members if rank not in active]
+
+    def _send(self, groups: Sequence[Mapping[str, Any]], target: GroupRank) -> None:
+        gradients = {
+            index: _to_plain(parameter.grad)
+            for index, (parameter, owner) in enumerate(
+                zip(self._parameters, self._owners, strict=True)
+            )
+            if owner == target and parameter.grad is not None
+        }
+        shard = Shard.encode({0: gradients, 1: [_sendable_options(group) for group in groups]})
+        self._communicator.send_bytes(shard.header(), target)
+        send_tensors(self._communicator, shard.tensors, target)
+
+    def _receive(self, groups: Sequence[dict[str, Any]], source: GroupRank) -> None:
+        header = self._communicator.receive_bytes(source)
+        shard = Shard.allocate(header, self._device_of_type)
+        receive_tensors_(self._communicator, shard.tensors, source)
+        received = shard.decode()
+        for index, (parameter, owner) in enumerate(
+            zip(self._parameters, self._owners, strict=True)
+        ):
+            if owner == self._communicator.members.group_rank:
+                gradient = received[0].get(index)
+                parameter.grad = None if gradient is None else _from_plain(gradient)
+        for group, options in zip(groups, received[1], strict=True):
+            group.update(options)
+
+
+def _sendable_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group that are plain data; others stay as they are on the joined rank."""
+    sendable = {}
+    for key, value in options_of(group).items():
+        try:
+            tagged_json.encode(value, [])
+        except TypeError:
+            continue
+        sendable[key] = value
+    return sendable
+
+
+def _to_plain(gradient: torch.Tensor) -> Any:
+    if gradient.layout is torch.sparse_coo:
+        coalesced = gradient.coalesce()
+        return (coalesced.indices(), coalesced.values(), tuple(gradient.shape))
+    return gradient
+
+
+def _from_plain(gradient: Any) -> torch.Tensor:
+    if isinstance(gradient, tuple):
+        indices, values, shape = gradient
+        return torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=True, check_invariants=False
+        )
+    assert isinstance(gradient, torch.Tensor)  # noqa: S101 - narrows a type
+    return gradient
