@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tensorplay.distributed.optim._core import tagged_json
-from tensorplay.distributed.optim._core.collectives import Communicator
+from tensorplay.distributed.optim._core.collectives import CommunicationError, Communicator
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
 
@@ -54,11 +54,17 @@ class Agreement:
             BaseException: ``error`` itself, on the rank that passed it.
             PeerError: if only others passed one.
             RankDisagreementError: if calls or descriptions differ.
+            CommunicationError: if some rank doesn't come within the group's time-out, or has died.
         """
         facts = [_digest(call), _digest(description)]
-        agreed = self._communicator.max_(
-            [*facts, *(-fact for fact in facts), int(error is not None), flag]
-        )
+        try:
+            agreed = self._communicator.max_(
+                [*facts, *(-fact for fact in facts), int(error is not None), flag]
+            )
+        except RuntimeError as failure:
+            raise CommunicationError(
+                f"{self._owner}.{call}: not every rank has come to the same call: {failure}"
+            ) from (error or failure)
         highest, lowest, failed = agreed[:2], [-fact for fact in agreed[2:4]], agreed[4]
         if highest == lowest and not failed:
             return agreed[5]

@@ -71,16 +71,42 @@ class Communicator(Protocol):
         """Every rank's payload by group rank, of any lengths; blocks the host."""
 
 
-class Works:
-    """Several launched operations, awaited together."""
+class CommunicationError(RuntimeError):
+    """The backend failed or timed out; the message says what was under way, and with whom."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+
+class Works:
+    """Several launched operations, awaited together.
+
+    Args:
+        works: the operations, each with words for what it does, for instance "from rank 1".
+    """
+
+    def __init__(self, works: Sequence[tuple[dist.Work, str]]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Awaits all of them, in the order of launch."""
-        for work in self._works:
-            work.wait()
+        """Awaits all of them, in the order of launch.
+
+        Raises:
+            CommunicationError: at the first that fails, naming it and the others that haven't
+                succeeded either.
+        """
+        for position, (work, what) in enumerate(self._works):
+            error = _failure(work)
+            if error is not None:
+                later = self._works[position + 1 :]
+                others = [also for work, also in later if not work.is_completed() or _failure(work)]
+                missing = f" (neither has come what is {', '.join(others)})" if others else ""
+                raise CommunicationError(f"{what}: {error}{missing}") from error
+
+
+def _failure(work: dist.Work) -> RuntimeError | None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return error
+    return None
 
 
 class GroupCommunicator:
@@ -130,14 +156,20 @@ class GroupCommunicator:
         if even and self._backends[flat.device.type] == "nccl":
             start, end = extents[self.members.group_rank]
             whole, own = payload[: cuts[-1] * scale], payload[start:end]
-            return Works([_all_gather(whole, own, group=self.process_group, async_op=True)])
+            work = _all_gather(whole, own, group=self.process_group, async_op=True)
+            return Works([(work, "from all ranks")])
         return Works(
             [
-                dist.broadcast(
-                    payload[start:end],
-                    self.members.to_global(GroupRank(owner)),
-                    group=self.process_group,
-                    async_op=True,
+                (
+                    dist.broadcast(
+                        payload[start:end],
+                        self.members.to_global(GroupRank(owner)),
+                        group=self.process_group,
+                        async_op=True,
+                    ),
+                    "to the other ranks"
+                    if owner == self.members.group_rank
+                    else f"from {self.members.name(GroupRank(owner))}",
                 )
                 for owner, (start, end) in enumerate(extents)
                 if start < end
@@ -147,12 +179,14 @@ class GroupCommunicator:
     def send(self, tensor: torch.Tensor, target: GroupRank) -> Waitable:
         """See :class:`Communicator`."""
         peer = self.members.to_global(target)
-        return _launched(dist.isend(_as_bytes(tensor), peer, group=self.process_group))
+        work = dist.isend(_as_bytes(tensor), peer, group=self.process_group)
+        return _launched(work, f"to {self.members.name(target)}")
 
     def receive_(self, tensor: torch.Tensor, source: GroupRank) -> Waitable:
         """See :class:`Communicator`."""
         peer = self.members.to_global(source)
-        return _launched(dist.irecv(_as_bytes(tensor), peer, group=self.process_group))
+        work = dist.irecv(_as_bytes(tensor), peer, group=self.process_group)
+        return _launched(work, f"from {self.members.name(source)}")
 
     def send_bytes(self, payload: bytes, target: GroupRank) -> None:
         """See :class:`Communicator`."""
@@ -217,8 +251,8 @@ def connect(process_group: dist.ProcessGroup | None, user: str) -> GroupCommunic
     return GroupCommunicator(group)
 
 
-def _launched(work: dist.Work | None) -> Works:
-    return Works([work] if work is not None else [])
+def _launched(work: dist.Work | None, what: str) -> Works:
+    return Works([(work, what)] if work is not None else [])
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

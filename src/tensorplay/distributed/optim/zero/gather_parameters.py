@@ -13,7 +13,11 @@ from typing import Protocol
 import torch
 
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
-from tensorplay.distributed.optim._core.collectives import Communicator, Waitable
+from tensorplay.distributed.optim._core.collectives import (
+    CommunicationError,
+    Communicator,
+    Waitable,
+)
 from tensorplay.distributed.optim._core.flat_buffer import FlatBuffer, ParameterHome
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, is_dense
 from tensorplay.distributed.optim._core.ranks import GroupRank
@@ -156,13 +160,28 @@ class ParameterBuckets:
                 StagedBucket(layout, specs, self._parameters, buffer, self._group_rank)
             )
 
-    def launch(self, communicator: Communicator, *, trainable: bool) -> list[Waitable]:
-        """Starts gathering the buckets that were trainable, or frozen, when they were planned."""
-        return [
-            bucket.launch(communicator)
-            for bucket in self.buckets
-            if bucket.layout.trainable == trainable
-        ]
+    def gather(self, communicator: Communicator, *, trainable: bool) -> None:
+        """Gathers the buckets that were trainable, or frozen, when they were planned.
+
+        All are launched, as far as there are staging buffers, then all awaited.
+
+        Raises:
+            CommunicationError: if the backend fails or times out, naming bucket and rank.
+        """
+        launched: list[tuple[int, Waitable]] = []
+        number = -1
+        try:
+            for number, bucket in enumerate(self.buckets):
+                if bucket.layout.trainable == trainable:
+                    launched.append((number, bucket.launch(communicator)))
+            for number, gathering in launched:  # noqa: B007 - the message names it
+                gathering.wait()
+        except CommunicationError as error:
+            slots = self.buckets[number].layout.slots
+            raise CommunicationError(
+                f"gathering parameters failed in bucket {number + 1} of {len(self.buckets)}, which "
+                f"holds {len(slots)} parameters (the first is number {slots[0].parameter}), {error}"
+            ) from error
 
     def strayed(self) -> int | None:
         """The index of a resident parameter whose storage was replaced, if there is one."""

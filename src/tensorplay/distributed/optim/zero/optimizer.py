@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement
-from tensorplay.distributed.optim._core.collectives import connect
+from tensorplay.distributed.optim._core.collectives import CommunicationError, connect
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
@@ -220,6 +220,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             What the local optimizer's ``step`` returns: usually the closure's loss, or ``None``.
 
         Raises:
+            CommunicationError: if the backend fails or a rank doesn't come within the group's
+                time-out; a ``RuntimeError`` that names call, bucket and rank.
             RuntimeError: if the ranks' options differ (naming option and values), or a parameter's
                 storage, dtype, shape or device was replaced; on every rank, before anything changes.
         """
@@ -291,17 +293,16 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     @torch.no_grad()
     def _gather_parameters(self, error: Exception | None) -> None:
         """Gathers the trainable buckets, and the frozen ones if one has gradients on its owner."""
-        gathering = self._buckets.launch(self._communicator, trainable=True)
-        thawed = int(self._owned_frozen_has_gradient())
-        failure = None
+        self._buckets.gather(self._communicator, trainable=True)
+        failure, thawed = None, int(self._owned_frozen_has_gradient())
         try:
             thawed = self._agreement.settle("step (update)", error=error, flag=thawed)
+        except CommunicationError:
+            raise
         except Exception as problem:  # noqa: BLE001 - raised below, when the replicas agree again
             failure, thawed = problem, 1
         if thawed:
-            gathering += self._buckets.launch(self._communicator, trainable=False)
-        for bucket in gathering:
-            bucket.wait()
+            self._buckets.gather(self._communicator, trainable=False)
         if failure:
             raise failure
 
