@@ -178,5 +178,12 @@ def test_specs_that_do_not_begin_at_zero_keep_their_indices() -> None:
     ids=str,
 )
 def test_slots_are_padded_to_sixteen_bytes(dtype: torch.dtype, padded: int) -> None:
-    (layout,) = layout_buckets([make_spec(0, 1, dtype=dtype)], [GroupRank(0)], 1, 10**6)
-    assert layout.numel == padded
+    specs = [make_spec(index, 1, dtype=dtype) for index in range(2)]
+    (layout,) = layout_buckets(specs, [GroupRank(0)] * 2, 1, 10**6)
+    assert [slot.offset for slot in layout.slots] == [0, padded]
+    assert layout.numel == 2 * padded
+
+
+def test_a_bucket_of_one_parameter_has_no_padding() -> None:
+    (layout,) = layout_buckets([make_spec(0, 5)], [GroupRank(1)], 3, 10**6)
+    assert layout.cuts == (0, 0, 5, 5)

@@ -1,12 +1,16 @@
 """Memory of buckets: values and strides survive the way in and out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, layout_buckets
-from tensorplay.distributed.optim._core.flat_buffer import FlatBuffer, ParameterHome
+from tensorplay.distributed.optim._core.flat_buffer import (
+    FlatBuffer,
+    KeptStorages,
+    ParameterHome,
+)
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, describe_parameters
 from tensorplay.distributed.optim._core.ranks import GroupRank
 
@@ -151,3 +155,25 @@ def test_a_parameter_that_was_rebound_with_other_strides_has_strayed() -> None:
     home = ParameterHome(layout, specs, [parameter])
     parameter.data = parameter.data.t()
     assert home.strayed() == layout.slots[0]
+
+
+def test_a_parameter_whose_data_was_rebound_is_brought_back_with_its_new_values() -> None:
+    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+    place = parameter.data
+    storages = KeptStorages([parameter])
+    parameter.data = (place + 1).t().contiguous().t()
+    assert storages.restore_() is None
+    assert parameter.is_set_to(place)
+    assert parameter.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.double, torch.flatten, lambda data: data[:1]])
+def test_a_parameter_that_no_longer_fits_gets_its_old_values_back(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+    place = parameter.data
+    storages = KeptStorages([parameter])
+    parameter.data = change(place)
+    assert storages.restore_() is parameter
+    assert parameter.is_set_to(place)

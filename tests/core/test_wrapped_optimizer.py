@@ -1,6 +1,7 @@
 """An optimizer around an optimizer: hooks fire once, groups are copied, indices are torch's."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -242,3 +243,14 @@ def test_indices_are_those_of_torchs_state_dict(groups: list[dict[str, Any]]) ->
     indices = parameter_indices(plain.param_groups)
     for group, packed in zip(plain.param_groups, plain.state_dict()["param_groups"], strict=True):
         assert [indices[each] for each in group["params"]] == packed["params"]
+
+
+def test_a_decorated_step_of_the_inner_optimizer_is_called_with_its_decorator() -> None:
+    SGD([parameter()])  # torch marks `SGD.step`, and `wraps` copies the mark
+
+    @functools.wraps(SGD.step)
+    def step(self: SGD) -> str:
+        return f"decorated {SGD.step(self)}"
+
+    decorated = type("Decorated", (SGD,), {"step": step})
+    assert Wrapper([parameter()], decorated, lr=0.1).step() == "decorated None"

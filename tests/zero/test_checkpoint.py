@@ -331,3 +331,31 @@ def _unsendable() -> None:
 
 def test_state_that_is_no_plain_data_is_named_on_every_rank() -> None:
     run_ranks(2, _unsendable)
+
+
+def _target_of_another_type() -> None:
+    optimizer = ZeroRedundancyOptimizer(make_matrices(), torch.optim.Adam, lr=0.1)
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        optimizer.consolidate_state_dict(to=1.0)  # type: ignore[arg-type]
+    optimizer.consolidate_state_dict(to=torch.tensor(1))  # type: ignore[arg-type]
+    assert dist.get_rank() == 0 or optimizer.state_dict()
+
+
+def test_the_target_must_be_an_integer_of_any_type() -> None:
+    run_ranks(2, _target_of_another_type)
+
+
+class _NoCopy:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("can't be copied")
+
+
+def _uncopyable_option() -> None:
+    group = {"params": list(make_matrices()), "note": _NoCopy()}
+    optimizer = ZeroRedundancyOptimizer([group], torch.optim.SGD, lr=0.1)
+    with pytest.raises((TypeError, RuntimeError), match="can't be copied"):
+        optimizer.consolidate_state_dict()
+
+
+def test_an_option_that_cannot_be_copied_raises_on_every_rank() -> None:
+    run_ranks(2, _uncopyable_option)

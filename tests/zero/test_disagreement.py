@@ -160,3 +160,15 @@ def _different_targets() -> None:
 
 def test_different_targets_of_a_consolidation() -> None:
     run_ranks(2, _different_targets)
+
+
+def _view_on_one_rank() -> None:
+    flat = torch.ones(10)
+    parameter = Parameter(flat[:6] if dist.get_rank() else torch.ones(6))
+    optimizer = ZeroRedundancyOptimizer([parameter], torch.optim.SGD, lr=0.1)
+    set_gradients([parameter], 0)
+    optimizer.step()
+
+
+def test_a_view_on_one_rank_is_no_disagreement_where_parameters_keep_their_storage() -> None:
+    run_ranks(2, _view_on_one_rank)

@@ -317,3 +317,86 @@ def test_more_than_one_bucket_and_a_parameter_larger_than_a_bucket(
     world_size: int, resident: bool
 ) -> None:
     run_ranks(world_size, _many_buckets, resident)
+
+
+class _DropsGradients(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        return loss
+
+
+def _thawed_without_gradient_left(resident: bool) -> None:
+    parameters = list(make_model().parameters())
+    for parameter in parameters[::2]:
+        parameter.requires_grad_(False)
+
+    def thaw(current: Iterable[torch.Tensor], step: int) -> None:
+        current = list(current)
+        set_gradients(current, step)
+        for parameter in current[::2]:
+            parameter.requires_grad_(True)
+
+    train_both(parameters, _DropsGradients, {"lr": 0.1}, resident=resident, set_gradients_=thaw)
+
+
+@MODES
+def test_thawed_parameters_whose_gradients_the_step_drops(resident: bool) -> None:
+    run_ranks(2, _thawed_without_gradient_left, resident)
+
+
+def _other_strides_on_one_rank() -> None:
+    weight, plain_weight = (torch.nn.Parameter(make_matrices(count=1)[0].detach()) for _ in "ab")
+    optimizer = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD([plain_weight], lr=0.1)
+    if dist.get_rank() == 1:
+        weight.data = weight.data.t().contiguous().t()
+    for step in range(2):
+        set_gradients([weight], step)
+        set_gradients([plain_weight], step)
+        optimizer.step()
+        plain.step()
+        require_equal(plain_weight.detach(), weight.detach())
+
+
+def test_strides_that_differ_between_ranks_when_parameters_keep_their_storage() -> None:
+    run_ranks(2, _other_strides_on_one_rank)
+
+
+def _default_device() -> None:
+    parameters = list(make_model().parameters())
+    torch.set_default_device("meta")
+    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, momentum=0.5)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.consolidate_state_dict()
+
+
+def test_the_default_device_of_new_tensors_does_not_matter() -> None:
+    run_ranks(2, _default_device)
+
+
+def _options_changed_in_a_closure() -> None:
+    model, plain_model = make_model(), make_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD(plain_model.parameters(), lr=0.1)
+
+    def closure_for(current: torch.nn.Module, its_optimizer: Optimizer) -> Callable[[], float]:
+        def closure() -> float:
+            its_optimizer.param_groups[0]["lr"] = 0.5
+            set_gradients(current.parameters(), 0)
+            return 0.0
+
+        return closure
+
+    optimizer.step(closure_for(model, optimizer))
+    plain.step(closure_for(plain_model, plain))
+    require_equal(values_of(plain_model.parameters()), values_of(model.parameters()))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_options_that_a_closure_changes_are_used() -> None:
+    run_ranks(2, _options_changed_in_a_closure)

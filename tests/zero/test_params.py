@@ -176,3 +176,19 @@ def _bad_later_group() -> None:
 
 def test_a_bad_later_group_changes_nothing() -> None:
     run_ranks(2, _bad_later_group)
+
+
+def _names_without_parameters_here() -> None:
+    model = make_model()
+    named = list(model.named_parameters())
+    optimizer = ZeroRedundancyOptimizer(
+        [{"params": named[:3]}, {"params": named[3:4]}], torch.optim.SGD, lr=0.1
+    )
+    optimizer.add_param_group({"params": named[4:5]})
+    assert [group["param_names"] for group in optimizer.param_groups] == [
+        [name for name, _ in part] for part in (named[:3], named[3:4], named[4:5])
+    ]
+
+
+def test_named_groups_of_which_a_rank_owns_nothing() -> None:
+    run_ranks(3, _names_without_parameters_here)

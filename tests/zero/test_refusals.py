@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from tensorplay.distributed.optim import ZeroRedundancyOptimizer
 from tests.launch import run_ranks
@@ -113,3 +114,41 @@ def _replaced(resident: bool, how: str) -> None:
 )
 def test_replaced_storage_is_found_before_it_does_harm(resident: bool, how: str) -> None:
     run_ranks(2, _replaced, resident, how)
+
+
+def _no_plain_parameters() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    cases = {
+        "DTensor": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]),
+        "Tensor with layout torch.sparse_coo": torch.eye(3).to_sparse(),
+    }
+    for kind, tensor in cases.items():
+        with pytest.raises(TypeError, match=f"parameter 0 of group 0 is a {kind}.*only dense"):
+            ZeroRedundancyOptimizer([torch.nn.Parameter(tensor)], torch.optim.SGD)
+
+
+def test_parameters_that_hold_no_dense_elements_of_their_own() -> None:
+    run_ranks(2, _no_plain_parameters)
+
+
+def _exchanged(how: str) -> None:
+    first, second, *others = make_model().parameters()
+    optimizer = ZeroRedundancyOptimizer(
+        [{"params": [first, *others]}, {"params": [second]}], torch.optim.SGD, lr=0.1
+    )
+    if how == "group removed":
+        optimizer.param_groups.pop()
+    elif how == "parameter replaced":
+        optimizer.param_groups[1]["params"][0] = torch.nn.Parameter(torch.ones_like(second))
+    else:
+        optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())
+    before = values_of([first, second])
+    set_gradients([first, second], 0)
+    with pytest.raises(RuntimeError, match="no longer those that the optimizer was built with"):
+        optimizer.step()
+    require_equal(before, values_of([first, second]))
+
+
+@pytest.mark.parametrize("how", ["group removed", "parameter replaced", "parameter moved"])
+def test_parameters_exchanged_inside_param_groups(how: str) -> None:
+    run_ranks(2, _exchanged, how)

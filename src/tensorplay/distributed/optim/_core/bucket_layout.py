@@ -126,7 +126,8 @@ def _place(
     num_ranks: int,
     dtype: torch.dtype,
 ) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
-    alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+    # One parameter alone needs no padding: it can travel without being copied into a buffer.
+    alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize) if len(members) > 1 else 1
     slots: list[Slot] = []
     cuts = [0]
     end = 0

@@ -191,23 +191,23 @@ class GroupCommunicator:
     def send_bytes(self, payload: bytes, target: GroupRank) -> None:
         """See :class:`Communicator`."""
         peer = self.members.to_global(target)
-        dist.send(torch.tensor([len(payload)]), peer, group=self._control_group)
+        dist.send(torch.tensor([len(payload)], device="cpu"), peer, group=self._control_group)
         if payload:
             dist.send(_tensor_of(payload), peer, group=self._control_group)
 
     def receive_bytes(self, source: GroupRank) -> bytes:
         """See :class:`Communicator`."""
         peer = self.members.to_global(source)
-        length = torch.empty(1, dtype=torch.int64)
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
         dist.recv(length, peer, group=self._control_group)
-        payload = torch.empty(int(length.item()), dtype=torch.uint8)
+        payload = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
         if payload.numel():
             dist.recv(payload, peer, group=self._control_group)
         return _bytes_of(payload)
 
     def max_(self, values: list[int]) -> list[int]:
         """See :class:`Communicator`."""
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._control_group)
         return [int(value) for value in tensor.tolist()]
 

@@ -1,6 +1,6 @@
 """Memory of a bucket: one flat tensor, and views of it in the shapes of its parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -58,6 +58,39 @@ class FlatBuffer:
                 [parameters[slot.parameter] for slot in slots],
                 [self.view(slot) for slot in slots],
             )
+
+
+class KeptStorages:
+    """Remembers in which memory parameters live, and brings them back there.
+
+    Args:
+        parameters: their storages are kept alive, but not copied.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._places = [(parameter, parameter.detach()) for parameter in parameters]
+
+    @torch.no_grad()
+    def restore_(self) -> torch.Tensor | None:
+        """Moves parameters whose ``.data`` was replaced back, with their new values.
+
+        Returns:
+            A parameter whose new shape, dtype or device doesn't fit; it gets its old values back.
+        """
+        misfit = None
+        for parameter, place in self._places:
+            if parameter.is_set_to(place) and parameter.dtype == place.dtype:
+                continue
+            if (parameter.dtype, parameter.shape, parameter.device) == (
+                place.dtype,
+                place.shape,
+                place.device,
+            ):
+                place.copy_(parameter)
+            else:
+                misfit = parameter
+            parameter.data = place
+        return misfit
 
 
 class ParameterHome:

@@ -57,28 +57,7 @@ def describe(value: Any) -> Json:
     strings and bytes stand for type and value; other objects for the name of their type. The order
     of a dict doesn't matter.
     """
-
-    def describe_tensor(tensor: torch.Tensor, _where: str) -> Json:
-        described: dict[str, Json] = {
-            _TAG: "tensor",
-            "dtype": str(tensor.dtype),
-            "shape": list(tensor.shape),
-        }
-        readable = tensor.device.type == "cpu" and tensor.layout is torch.strided
-        if readable and tensor.numel() <= 16:
-            described["values"] = str(tensor.detach().tolist())
-        return described
-
-    def describe_type(other: Any, _where: str) -> Json:
-        described = {_TAG: "object", "type": _name_of_type(other)}
-        if isinstance(other, (numbers.Number, enum.Enum, str, bytes)):
-            described["value"] = repr(other)
-        return described
-
-    def sort_by_key(pairs: list[tuple[Json, Json]]) -> list[tuple[Json, Json]]:
-        return sorted(pairs, key=lambda pair: json.dumps(pair[0], sort_keys=True))
-
-    return _encode(value, "", _Rules(describe_tensor, describe_type, sort_by_key))
+    return _encode(value, "", _DESCRIBING)
 
 
 def decode(encoded: Json, tensors: Sequence[torch.Tensor] = ()) -> Any:
@@ -163,6 +142,33 @@ def _encode(value: Any, path: str, rules: _Rules) -> Json:
             ]
             return {_TAG: "dict", "items": [each for pair in rules.arrange(pairs) for each in pair]}
     return rules.on_other(value, path)
+
+
+def _describe_tensor(tensor: torch.Tensor, _where: str) -> Json:
+    described: dict[str, Json] = {
+        _TAG: "tensor",
+        "dtype": str(tensor.dtype),
+        "shape": list(tensor.shape),
+    }
+    readable = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    if readable and tensor.numel() <= 16:
+        described["values"] = str(tensor.detach().tolist())
+    return described
+
+
+def _describe_type(other: Any, _where: str) -> Json:
+    described = {_TAG: "object", "type": _name_of_type(other)}
+    if isinstance(other, (numbers.Number, enum.Enum, str, bytes)):
+        described["value"] = repr(other)
+    return described
+
+
+def _sort_by_key(pairs: list[tuple[Json, Json]]) -> list[tuple[Json, Json]]:
+    return sorted(pairs, key=lambda pair: json.dumps(pair[0], sort_keys=True))
+
+
+# Made once: every step describes every option of every group.
+_DESCRIBING = _Rules(_describe_tensor, _describe_type, _sort_by_key)
 
 
 def _not_plain(value: Any, path: str) -> TypeError:

@@ -51,7 +51,12 @@ class WrappedOptimizer(Optimizer):
         optimizer = self.optim
         step = type(optimizer).step
         bare = getattr(step, "__wrapped__", None)
-        if "step" in vars(optimizer) or bare is None or not getattr(step, "hooked", False):
+        if (
+            "step" in vars(optimizer)
+            or bare is None
+            or not getattr(step, "hooked", False)
+            or getattr(bare, "hooked", False)  # a decorator copied the mark from what it wraps
+        ):
             return _call(optimizer.step, closure, kwargs)  # somebody patched it: call what is there
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001
             bare = _with_own_hooks(bare)

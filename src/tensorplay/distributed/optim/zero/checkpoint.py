@@ -200,6 +200,33 @@ def require_fit(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any
             )
 
 
+def full_indexed(
+    own_dict: Mapping[str, Any],
+    own_groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> tuple[ShardState, dict[Any, Any], dict[str, Any]]:
+    """Takes the local optimizer's state dict apart; nothing is copied.
+
+    Args:
+        own_dict: what its ``state_dict()`` gave.
+        own_groups: its groups, whose parameters are some of ``groups``, or placeholders.
+        groups: all parameters.
+
+    Returns:
+        The state by index among all parameters, in index order; the state that belongs to no
+        parameter (some optimizers keep a counter there); and what the class added to the dict.
+    """
+    indices = parameter_indices(groups)
+    parameter_at = {own: parameter for parameter, own in parameter_indices(own_groups).items()}
+    state = {
+        indices[parameter]: own_dict["state"][own]
+        for own, parameter in parameter_at.items()
+        if own in own_dict["state"] and parameter in indices
+    }
+    shared = {key: value for key, value in own_dict["state"].items() if key not in parameter_at}
+    return {index: state[index] for index in sorted(state)}, shared, _additions(own_dict)
+
+
 def own_part(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
@@ -213,7 +240,8 @@ def own_part(
         own_groups: the groups of the local optimizer, whose parameters are some of these.
 
     Returns:
-        A state dict for the local optimizer: its indices, the saved options, and copies.
+        A state dict for the local optimizer: its indices, the saved options, copies, and what its
+        class has added to the dict.
     """
     saved_index: dict[torch.Tensor, Any] = {}
     for saved, group in zip(state_dict["param_groups"], groups, strict=True):
@@ -229,12 +257,17 @@ def own_part(
     of_parameters = set(saved_index.values())
     shared = {key: _clone(value) for key, value in saved_state.items() if key not in of_parameters}
     return {
+        **_clone(_additions(state_dict)),
         "state": {**state, **shared},
         "param_groups": [
             {**_clone(options_of(saved)), "params": [own_index[p] for p in own["params"]]}
             for saved, own in zip(state_dict["param_groups"], own_groups, strict=True)
         ],
     }
+
+
+def _additions(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: state_dict[key] for key in state_dict if key not in {"state", "param_groups"}}
 
 
 def _clone(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Updated shards -> every rank: the last of the three verbs of a sharded step.
 
 A bucket travels in one of three ways. *Resident*: its parameters live in it, nothing is copied.
-*In place*: its only parameter is sent from and received into its own storage. *Staged*: the owner
-packs its slots into a staging buffer, the others unpack theirs from it. Two staging buffers serve
+*In place*: its only parameter is sent from and received into its own storage, as long as its
+elements lie there in the order of the plan. *Staged*: the owner packs its slots into a staging buffer, the others unpack theirs from it. Two staging buffers serve
 the staged buckets in turn, so that packing one overlaps with sending the other.
 """
 
@@ -19,7 +19,7 @@ from tensorplay.distributed.optim._core.collectives import (
     Waitable,
 )
 from tensorplay.distributed.optim._core.flat_buffer import FlatBuffer, ParameterHome
-from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, is_dense
+from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 from tensorplay.distributed.optim._core.ranks import GroupRank
 
 NUM_STAGING_BUFFERS = 2
@@ -44,21 +44,6 @@ class ResidentBucket:
     def launch(self, communicator: Communicator) -> Waitable:
         """See :class:`ParameterBucket`."""
         return communicator.gather_from_owners(self.home.flat, self.layout.cuts)
-
-
-class InPlaceBucket:
-    """The bucket is one dense parameter, which keeps its storage."""
-
-    def __init__(self, layout: BucketLayout, parameters: Sequence[torch.Tensor]) -> None:
-        self.layout = layout
-        (self._slot,) = layout.slots
-        self._parameter = parameters[self._slot.parameter]
-
-    def launch(self, communicator: Communicator) -> Waitable:
-        """See :class:`ParameterBucket`."""
-        flat = self._parameter.detach().as_strided((self._slot.numel,), (1,))
-        without_padding = [min(cut, self._slot.numel) for cut in self.layout.cuts]
-        return communicator.gather_from_owners(flat, without_padding)
 
 
 class StagedBucket:
@@ -90,6 +75,33 @@ class StagedBucket:
         gathering = communicator.gather_from_owners(buffer.flat, self.layout.cuts)
         unpack = functools.partial(buffer.unpack_, self._parameters, self._others)
         return self._staging.occupy(gathering, unpack)
+
+
+class InPlaceBucket:
+    """The bucket is one parameter, which keeps its storage; staged while its strides aren't planned.
+
+    They may differ from rank to rank and change at any time; what travels is the same.
+    """
+
+    def __init__(
+        self,
+        staged: StagedBucket,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self.layout = staged.layout
+        (slot,) = staged.layout.slots
+        self._staged = staged
+        self._stride = specs[slot.parameter].stride
+        self._parameter = parameters[slot.parameter]
+
+    def launch(self, communicator: Communicator) -> Waitable:
+        """See :class:`ParameterBucket`."""
+        parameter = self._parameter.detach()
+        if parameter.stride() != self._stride:
+            return self._staged.launch(communicator)
+        flat = parameter.as_strided((parameter.numel(),), (1,))
+        return communicator.gather_from_owners(flat, self.layout.cuts)
 
 
 class StagingBuffer:
@@ -148,17 +160,17 @@ class ParameterBuckets:
         if layout.resident:
             home = ParameterHome(layout, specs, self._parameters)
             self.buckets.append(ResidentBucket(home))
-        elif len(layout.slots) == 1 and is_dense(self._parameters[layout.slots[0].parameter]):
-            self.buckets.append(InPlaceBucket(layout, self._parameters))
+            return
+        buffers = self._staging.setdefault(
+            layout.device, tuple(StagingBuffer() for _ in range(NUM_STAGING_BUFFERS))
+        )
+        buffer = buffers[self._num_staged % NUM_STAGING_BUFFERS]
+        staged = StagedBucket(layout, specs, self._parameters, buffer, self._group_rank)
+        if len(layout.slots) == 1:
+            self.buckets.append(InPlaceBucket(staged, specs, self._parameters))
         else:
-            buffers = self._staging.setdefault(
-                layout.device, tuple(StagingBuffer() for _ in range(NUM_STAGING_BUFFERS))
-            )
-            buffer = buffers[self._num_staged % NUM_STAGING_BUFFERS]
             self._num_staged += 1
-            self.buckets.append(
-                StagedBucket(layout, specs, self._parameters, buffer, self._group_rank)
-            )
+            self.buckets.append(staged)
 
     def gather(self, communicator: Communicator, *, trainable: bool) -> None:
         """Gathers the buckets that were trainable, or frozen, when they were planned.

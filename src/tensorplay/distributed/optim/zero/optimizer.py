@@ -1,6 +1,7 @@
 """``ZeroRedundancyOptimizer``: any optimizer, its state sharded across the ranks of a group."""
 
 import copy
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.collectives import CommunicationError, connect
+from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
@@ -25,7 +27,12 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
     options_of,
     parameter_indices,
 )
-from tensorplay.distributed.optim.zero.checkpoint import consolidate, own_part, require_fit
+from tensorplay.distributed.optim.zero.checkpoint import (
+    consolidate,
+    full_indexed,
+    own_part,
+    require_fit,
+)
 from tensorplay.distributed.optim.zero.coupled_optimizers import refuse_coupled
 from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
 from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
@@ -80,6 +87,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         ValueError: if this rank isn't in the group, ``optimizer_class`` couples all parameters
             (LBFGS, Prodigy, D-Adaptation), or a parameter is on a device for which the group has
             no backend; also whatever ``optimizer_class`` raises. The other ranks raise too.
+        TypeError: for parameters without dense elements of their own: sparse ones, ``DTensor``.
 
     Example:
         >>> model = DistributedDataParallel(model)
@@ -121,10 +129,10 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             None
             if error
             else {
+                "parameters_as_bucket_view": self.parameters_as_bucket_view,
                 **self._describe_parameters(),
                 **self._describe_options(),
                 "optimizer_class": f"{type(self.optim).__module__}.{type(self.optim).__qualname__}",
-                "parameters_as_bucket_view": self.parameters_as_bucket_view,
                 "world_size": self._communicator.members.world_size,
             },
             error,
@@ -138,6 +146,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     ) -> None:
         refuse_coupled(optimizer_class)
         super().__init__(canonical_groups(params), defaults={})  # the local optimizer knows them
+        self._members = [tuple(group["params"]) for group in self.param_groups]
         self._parameters = list(dict.fromkeys(all_parameters(self.param_groups)))
         self._refuse_unsendable(self._parameters)
         self._plan = ShardingPlan.of(
@@ -146,10 +155,17 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             resident=self.parameters_as_bucket_view,
         )
         self._placeholders: set[torch.Tensor] = set()
-        self.optim = optimizer_class(
-            [self._owned_group(group) for group in self.param_groups], **defaults
-        )
+        groups = [self._owned_group(group) for group in self.param_groups]
+        owned = [list(_tensors_in(group["params"])) for group in groups]
+        # Some classes look at the parameters before torch turns them into groups.
+        bare = len(groups) == 1 and list(groups[0]) == ["params"]
+        self.optim = optimizer_class(groups[0]["params"] if bare else groups, **defaults)
         refuse_coupled(type(self.optim))
+        if not _same_members(self.optim.param_groups, owned):
+            raise ValueError(
+                f"{type(self.optim).__name__} rearranges the param groups that it is given, so that "
+                "options couldn't be kept the same here and there; pass groups as it makes them"
+            )
         self._drop_placeholder_state()
         copy_options_(self.optim.param_groups, self.param_groups)
 
@@ -169,7 +185,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             super().add_param_group(param_group)
             return
         before = len(self.param_groups), len(self.optim.param_groups), len(self._parameters)
-        plan, error = self._plan, None
+        plan, members, error = self._plan, self._members, None
         try:
             super().add_param_group(canonical_group(param_group))
             group = self.param_groups[-1]
@@ -177,6 +193,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             added = [p for p in dict.fromkeys(group["params"]) if p not in known]
             self._refuse_unsendable(added)
             self._parameters.extend(added)
+            self._members = [*members, tuple(group["params"])]
             self._plan = ShardingPlan.of(
                 self._parameters,
                 plan.partition.num_ranks,
@@ -199,7 +216,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             del self.param_groups[before[0] :]
             del self.optim.param_groups[before[1] :]
             del self._parameters[before[2] :]
-            self._plan = plan
+            self._plan, self._members = plan, members
             raise
         self._drop_placeholder_state()
         for layout in self._plan.layouts[len(plan.layouts) :]:
@@ -222,14 +239,17 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         Raises:
             CommunicationError: if the backend fails or a rank doesn't come within the group's
                 time-out; a ``RuntimeError`` that names call, bucket and rank.
-            RuntimeError: if the ranks' options differ (naming option and values), or a parameter's
-                storage, dtype, shape or device was replaced; on every rank, before anything changes.
+            RuntimeError: if the ranks' options differ (naming option and values), a parameter's
+                storage, dtype, shape or device was replaced, or the parameters in ``param_groups``
+                were; on every rank, before anything changes.
         """
         if self._join_config.enable:
             self._take_part_in_join(closure)
         with record_function(f"{type(self).__name__}.agree"):
-            copy_options_(self.param_groups, self.optim.param_groups)
-            self._agreement.settle("step", self._describe_options(), self._find_replaced())
+            replaced = self._find_replaced()
+            if replaced is None:
+                copy_options_(self.param_groups, self.optim.param_groups)
+            self._agreement.settle("step", self._describe_options(), replaced)
         loss, error = self._step_owned(closure, kwargs)
         with record_function(f"{type(self).__name__}.gather"):
             self._gather_parameters(error)
@@ -283,18 +303,34 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     def _step_owned(
         self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]
     ) -> tuple[Any, Exception | None]:
+        def live_closure() -> Any:
+            copy_options_(self.optim.param_groups, self.param_groups)
+            loss = closure()  # type: ignore[misc]
+            copy_options_(self.param_groups, self.optim.param_groups)
+            return loss
+
+        owned = all_parameters(self.optim.param_groups)
+        storages = KeptStorages(p for p in owned if p not in self._placeholders)
+        error: Exception | None = None
         try:
-            loss = self._step_inner(closure, kwargs)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for our parameters
-            return None, error
-        copy_options_(self.optim.param_groups, self.param_groups)
-        return loss, None
+            loss = self._step_inner(live_closure if closure else None, kwargs)
+            copy_options_(self.optim.param_groups, self.param_groups)
+        except Exception as problem:  # noqa: BLE001 - the other ranks wait for our parameters
+            loss, error = None, problem
+        misfit = storages.restore_()
+        if misfit is not None and error is None:
+            error = RuntimeError(
+                f"the step of {type(self.optim).__name__} gave parameter {self._name_of(misfit)} "
+                "another shape, dtype or device; it must keep them, so that every rank can receive "
+                "the new values"
+            )
+        return loss, error
 
     @torch.no_grad()
     def _gather_parameters(self, error: Exception | None) -> None:
-        """Gathers the trainable buckets, and the frozen ones if one has gradients on its owner."""
+        """Gathers the trainable buckets, and the frozen ones if one was thawed since the plan."""
         self._buckets.gather(self._communicator, trainable=True)
-        failure, thawed = None, int(self._owned_frozen_has_gradient())
+        failure, thawed = None, int(self._owned_frozen_was_thawed())
         try:
             thawed = self._agreement.settle("step (update)", error=error, flag=thawed)
         except CommunicationError:
@@ -306,14 +342,16 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         if failure:
             raise failure
 
-    def _owned_frozen_has_gradient(self) -> bool:
+    def _owned_frozen_was_thawed(self) -> bool:
         rank = self._communicator.members.group_rank
-        return any(
-            self._parameters[slot.parameter].grad is not None
+        frozen = (
+            self._parameters[slot.parameter]
             for layout in self._plan.layouts
             if not layout.trainable
             for slot in layout.slots_of(rank)
         )
+        # The step may have dropped the gradient, and a gradient needs no `requires_grad`.
+        return any(p.requires_grad or p.grad is not None for p in frozen)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Brings the full optimizer state to one rank, where :meth:`state_dict` then returns it.
@@ -330,34 +368,29 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             TypeError: if a parameter's state holds something that is neither a tensor nor plain
                 data; the other ranks raise too.
         """
-        members = self._communicator.members
+        own: dict[int, Any] = {}
+        description: dict[str, Json] = {}
         error = None
-        if to not in range(members.world_size):
-            error = ValueError(f"to={to!r} is not a rank of a group of {members.world_size}")
-        self._agreement.settle(
-            "consolidate_state_dict",
-            {"to": tagged_json.describe(to), "shared state": self._describe_shared_state()},
-            error,
-        )
-        self._consolidated = None
-        indices = parameter_indices(self.param_groups)
-        own = {
-            indices[parameter]: state
-            for parameter, state in self.optim.state.items()
-            if parameter in indices
-        }
-        full = consolidate(
-            self._communicator,
-            self._agreement,
-            {index: own[index] for index in sorted(own)},
-            GroupRank(to),
-            self._device_of_type(),
-        )
-        if full is not None:
-            self._consolidated = {
-                "state": {**full, **copy.deepcopy(self._shared_state())},
-                "param_groups": copy.deepcopy(self._packed_groups()),
+        try:
+            target = self._require_rank(to)
+            own, shared, rest = full_indexed(
+                self.optim.state_dict(), self.optim.param_groups, self.param_groups
+            )
+            description = {
+                "to": target,
+                "shared state": {str(k): tagged_json.describe(v) for k, v in shared.items()},
+                "state dict": {str(k): tagged_json.describe(v) for k, v in rest.items()},
             }
+            if target == self._communicator.members.group_rank:
+                groups = self._packed_groups()
+                shared, groups, rest = copy.deepcopy((shared, groups, rest))
+        except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
+            error = problem
+        self._agreement.settle("consolidate_state_dict", description, error)
+        self._consolidated = None
+        full = consolidate(self._communicator, self._agreement, own, target, self._device_of_type())
+        if full is not None:
+            self._consolidated = {"state": {**full, **shared}, "param_groups": groups, **rest}
 
     def release_consolidated_state_dict(self) -> None:
         """Drops the copy that :meth:`consolidate_state_dict` made. No communication."""
@@ -390,6 +423,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 for group in self._consolidated["param_groups"]
             ],
         }
+        snapshot = {**self._consolidated, **snapshot}
         return self._run_state_dict_hooks(snapshot)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -480,8 +514,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         places = [i for i, parameter in enumerate(group["params"]) if owners[parameter] == rank]
         owned: list[Any] = [group["params"][place] for place in places]
         if group["params"] and not owned:
-            owned = [_placeholder_like(group["params"][0])]
-            self._placeholders.update(owned)
+            placeholder = _placeholder_like(group["params"][0])
+            self._placeholders.add(placeholder)
+            owned = [("placeholder", placeholder) if "param_names" in group else placeholder]
         elif "param_names" in group:
             owned = [(group["param_names"][place], group["params"][place]) for place in places]
         return {**options_of(group), "params": owned}
@@ -489,14 +524,6 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     def _drop_placeholder_state(self) -> None:
         for placeholder in self._placeholders:
             self.optim.state.pop(placeholder, None)
-
-    def _shared_state(self) -> dict[Any, Any]:
-        """State that belongs to no parameter; some optimizers keep a counter there."""
-        return {
-            key: value
-            for key, value in self.optim.state.items()
-            if not isinstance(key, torch.Tensor)
-        }
 
     # What must be the same on every rank
 
@@ -522,7 +549,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                     "stride": list(spec.stride),
                     "group": groups[self._parameters[spec.index]],
                     "shares memory with parameter": spec.memory_unit,
-                    "owns its storage": spec.owns_storage,
+                    # where parameters keep their storage, it doesn't matter
+                    "owns its storage": self.parameters_as_bucket_view and spec.owns_storage,
                 }
                 for spec in self._plan.specs[start:]
             ]
@@ -536,13 +564,16 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             ]
         }
 
-    def _describe_shared_state(self) -> Json:
-        return {str(key): tagged_json.describe(v) for key, v in self._shared_state().items()}
-
     # What must hold of the parameters
 
     def _refuse_unsendable(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
+            if parameter.layout is not torch.strided or hasattr(parameter, "__tensor_flatten__"):
+                raise TypeError(
+                    f"parameter {self._name_of(parameter)} is a {type(parameter.data).__name__} with "
+                    f"layout {parameter.layout}; only dense parameters that hold their elements themselves "
+                    "can be sharded, no sparse ones and no wrappers such as DTensor"
+                )
             if not self._communicator.can_send(parameter.device):
                 raise ValueError(
                     f"parameter {self._name_of(parameter)} is on {parameter.device}, for which the "
@@ -552,6 +583,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 )
 
     def _find_replaced(self) -> RuntimeError | None:
+        if not _same_members(self.param_groups, self._members):
+            return RuntimeError(
+                "the parameters in param_groups are no longer those that the optimizer was built "
+                "with; add some with add_param_group(), and build a new optimizer to take some away"
+            )
         cure = (
             "build the optimizer after the model has its final dtype, device and storage (load "
             "values with copy_() or load_state_dict(), not by assigning .data)"
@@ -580,6 +616,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                     return f"{place} of group {position}{name}"
         raise AssertionError("not a parameter of this optimizer")
 
+    def _require_rank(self, rank: Any) -> GroupRank:
+        world_size = self._communicator.members.world_size
+        if rank not in range(world_size):
+            raise ValueError(f"to={rank!r} is not a rank of a group of {world_size}")
+        return GroupRank(operator.index(rank))
+
     def _packed_groups(self) -> list[dict[str, Any]]:
         indices = parameter_indices(self.param_groups)
         return [
@@ -598,6 +640,16 @@ def _placeholder_like(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter without elements, of the same dtype, device and number of axes."""
     empty = parameter.detach().new_empty((0,) * max(1, parameter.ndim))
     return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _same_members(
+    groups: Sequence[dict[str, Any]], members: Sequence[Sequence[torch.Tensor]]
+) -> bool:
+    """Whether the groups hold exactly these tensors, in this order."""
+    return len(groups) == len(members) and all(
+        len(group["params"]) == len(expected) and all(map(operator.is_, group["params"], expected))
+        for group, expected in zip(groups, members, strict=True)
+    )
 
 
 def _become_(target: dict[str, Any], source: dict[str, Any]) -> None:
