@@ -52,6 +52,25 @@ def test_optimizers_that_couple_all_parameters(optimizer_class: Any) -> None:
     run_ranks(2, _coupled, optimizer_class)
 
 
+class Lamb(torch.optim.SGD):
+    """Stands for those that clip by themselves."""
+
+    def __init__(self, params: Any, max_grad_norm: float = 1.0) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group["max_grad_norm"] = max_grad_norm
+
+
+def _clips_by_itself() -> None:
+    with pytest.raises(ValueError, match=r"max_grad_norm=1.0 can't be sharded.*clip_grad_norm_"):
+        ZeroRedundancyOptimizer(make_model().parameters(), Lamb)
+    ZeroRedundancyOptimizer(make_model().parameters(), Lamb, max_grad_norm=0)
+
+
+def test_optimizers_that_clip_by_the_norm_of_all_gradients() -> None:
+    run_ranks(2, _clips_by_itself)
+
+
 def _overlap() -> None:
     with pytest.raises(NotImplementedError, match="overlap_with_ddp=True is not available yet"):
         ZeroRedundancyOptimizer(

@@ -68,7 +68,9 @@ class Agreement:
         highest, lowest, failed = agreed[:2], [-fact for fact in agreed[2:4]], agreed[4]
         if highest == lowest and not failed:
             return agreed[5]
-        raise self._explain(call, description, error)
+        # Descriptions may be long: only sent around if they are what differs.
+        same_call = highest[0] == lowest[0]
+        raise self._explain(call, description if same_call and not failed else None, error)
 
     def _explain(self, call: str, description: Json, error: BaseException | None) -> BaseException:
         statement = {

@@ -1,10 +1,13 @@
 """Optimizers that can't be sharded, because one parameter's update depends on all the others."""
 
+from torch.optim import Optimizer
+
 COUPLED = {
     "LBFGS": "its search direction and step length come from all gradients together",
     "Prodigy": "its step size is estimated from all parameters together",
     "DoG": "its step size is estimated from all parameters together",
     "DAdapt": "its step size is estimated from all parameters together",
+    "SAM": "its perturbation is scaled by the norm of all gradients together",
 }
 """Beginnings of class names, and why. Subclasses count as well."""
 
@@ -27,3 +30,14 @@ def refuse_coupled(optimizer_class: object) -> None:
                     f"{reason}, so that every rank would compute something else. Use it without "
                     "sharding"
                 )
+
+
+def refuse_coupling_options(optimizer: Optimizer) -> None:
+    """Raises ``ValueError`` for an optimizer that clips by the norm of all gradients (LAMB's do)."""
+    for group in optimizer.param_groups:
+        if group.get("max_grad_norm"):
+            raise ValueError(
+                f"{type(optimizer).__name__} with max_grad_norm={group['max_grad_norm']} can't be "
+                "sharded: a rank knows the norm of its own gradients only. Set max_grad_norm to 0 or "
+                "None, and call torch.nn.utils.clip_grad_norm_ before step()"
+            )

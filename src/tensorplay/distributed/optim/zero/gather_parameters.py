@@ -2,8 +2,9 @@
 
 A bucket travels in one of three ways. *Resident*: its parameters live in it, nothing is copied.
 *In place*: its only parameter is sent from and received into its own storage, as long as its
-elements lie there in the order of the plan. *Staged*: the owner packs its slots into a staging buffer, the others unpack theirs from it. Two staging buffers serve
-the staged buckets in turn, so that packing one overlaps with sending the other.
+elements lie there in the order of the plan. *Staged*: the owner packs its slots into a staging
+buffer, the others unpack theirs from it. Two staging buffers serve the staged buckets in turn, so
+that packing one overlaps with sending the other.
 """
 
 import functools
@@ -105,11 +106,16 @@ class InPlaceBucket:
 
 
 class StagingBuffer:
-    """Memory lent to one staged bucket at a time; it grows to the largest that has used it."""
+    """Memory lent to one staged bucket at a time, as large as the largest needs it."""
 
     def __init__(self) -> None:
+        self._nbytes = 0
         self._storage: torch.Tensor | None = None
         self._occupant: _Unpacking | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Lets the memory be large enough for ``nbytes`` when it is allocated."""
+        self._nbytes = max(self._nbytes, nbytes)
 
     def take(self, layout: BucketLayout) -> torch.Tensor:
         """Waits until the last user has unpacked; returns ``(layout.numel,)`` elements."""
@@ -117,8 +123,8 @@ class StagingBuffer:
             occupant, self._occupant = self._occupant, None
             occupant.wait()
         if self._storage is None or self._storage.numel() < layout.nbytes:
-            self._storage = None  # free the smaller one first
-            self._storage = torch.empty(layout.nbytes, dtype=torch.uint8, device=layout.device)
+            self.reserve(layout.nbytes)
+            self._storage = torch.empty(self._nbytes, dtype=torch.uint8, device=layout.device)
         return self._storage[: layout.nbytes].view(layout.dtype)
 
     def occupy(self, gathering: Waitable, unpack: Callable[[], None]) -> Waitable:
@@ -170,6 +176,7 @@ class ParameterBuckets:
             self.buckets.append(InPlaceBucket(staged, specs, self._parameters))
         else:
             self._num_staged += 1
+            buffer.reserve(layout.nbytes)
             self.buckets.append(staged)
 
     def gather(self, communicator: Communicator, *, trainable: bool) -> None:

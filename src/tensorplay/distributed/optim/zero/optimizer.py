@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement
+from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
 from tensorplay.distributed.optim._core.collectives import CommunicationError, connect
 from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
 from tensorplay.distributed.optim._core.ranks import GroupRank
@@ -33,9 +34,21 @@ from tensorplay.distributed.optim.zero.checkpoint import (
     own_part,
     require_fit,
 )
-from tensorplay.distributed.optim.zero.coupled_optimizers import refuse_coupled
+from tensorplay.distributed.optim.zero.coupled_optimizers import (
+    refuse_coupled,
+    refuse_coupling_options,
+)
 from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
 from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
+from tensorplay.distributed.optim.zero.parameter_checks import (
+    CURE,
+    describe_options,
+    describe_parameters,
+    find_replaced,
+    name_of,
+    refuse_unsendable,
+    same_members,
+)
 from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
 
@@ -131,15 +144,14 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             else {
                 "parameters_as_bucket_view": self.parameters_as_bucket_view,
                 **self._describe_parameters(),
-                **self._describe_options(),
+                **describe_options(self.param_groups),
                 "optimizer_class": f"{type(self.optim).__module__}.{type(self.optim).__qualname__}",
                 "world_size": self._communicator.members.world_size,
             },
             error,
         )
         self._buckets = ParameterBuckets(self._parameters, self._communicator.members.group_rank)
-        for layout in self._plan.layouts:
-            self._buckets.add(layout, self._plan.specs)
+        self._move_into_buckets("__init__", self._plan.layouts)
 
     def _plan_and_build(
         self, params: Iterable[Any], optimizer_class: type[Optimizer], defaults: dict[str, Any]
@@ -148,7 +160,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         super().__init__(canonical_groups(params), defaults={})  # the local optimizer knows them
         self._members = [tuple(group["params"]) for group in self.param_groups]
         self._parameters = list(dict.fromkeys(all_parameters(self.param_groups)))
-        self._refuse_unsendable(self._parameters)
+        refuse_unsendable(self._parameters, self.param_groups, self._communicator)
         self._plan = ShardingPlan.of(
             self._parameters,
             self._communicator.members.world_size,
@@ -161,7 +173,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         bare = len(groups) == 1 and list(groups[0]) == ["params"]
         self.optim = optimizer_class(groups[0]["params"] if bare else groups, **defaults)
         refuse_coupled(type(self.optim))
-        if not _same_members(self.optim.param_groups, owned):
+        refuse_coupling_options(self.optim)
+        if not same_members(self.optim.param_groups, owned):
             raise ValueError(
                 f"{type(self.optim).__name__} rearranges the param groups that it is given, so that "
                 "options couldn't be kept the same here and there; pass groups as it makes them"
@@ -191,7 +204,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             group = self.param_groups[-1]
             known = set(self._parameters)
             added = [p for p in dict.fromkeys(group["params"]) if p not in known]
-            self._refuse_unsendable(added)
+            refuse_unsendable(added, self.param_groups, self._communicator)
             self._parameters.extend(added)
             self._members = [*members, tuple(group["params"])]
             self._plan = ShardingPlan.of(
@@ -209,7 +222,10 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 "add_param_group",
                 None
                 if error
-                else {**self._describe_parameters(before[2]), **self._describe_options()},
+                else {
+                    **self._describe_parameters(before[2]),
+                    **describe_options(self.param_groups),
+                },
                 error,
             )
         except BaseException:
@@ -219,8 +235,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             self._plan, self._members = plan, members
             raise
         self._drop_placeholder_state()
-        for layout in self._plan.layouts[len(plan.layouts) :]:
-            self._buckets.add(layout, self._plan.specs)
+        self._move_into_buckets("add_param_group", self._plan.layouts[len(plan.layouts) :])
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps what this rank owns, then brings every rank's parameters up to date.
@@ -249,7 +264,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             replaced = self._find_replaced()
             if replaced is None:
                 copy_options_(self.param_groups, self.optim.param_groups)
-            self._agreement.settle("step", self._describe_options(), replaced)
+            self._agreement.settle("step", describe_options(self.param_groups), replaced)
         loss, error = self._step_owned(closure, kwargs)
         with record_function(f"{type(self).__name__}.gather"):
             self._gather_parameters(error)
@@ -456,7 +471,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             error = problem
         try:
             self._agreement.settle(
-                "load_state_dict", None if error else self._describe_options(), error
+                "load_state_dict", None if error else describe_options(self.param_groups), error
             )
         except BaseException:
             self.optim.state = state_before
@@ -525,96 +540,40 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         for placeholder in self._placeholders:
             self.optim.state.pop(placeholder, None)
 
-    # What must be the same on every rank
+    # What the ranks agree on, and what must hold
 
     def _describe_parameters(self, start: int = 0) -> dict[str, Json]:
-        names = {
-            parameter: name
-            for group in self.param_groups
-            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
-        }
-        groups = {
-            parameter: position
-            for position, group in enumerate(self.param_groups)
-            for parameter in group["params"]
-        }
-        return {
-            "parameters": [
-                {
-                    "name": names.get(self._parameters[spec.index]),
-                    "shape": list(spec.shape),
-                    "dtype": tagged_json.describe(spec.dtype),
-                    "device": spec.device.type,
-                    "requires_grad": spec.trainable,
-                    "stride": list(spec.stride),
-                    "group": groups[self._parameters[spec.index]],
-                    "shares memory with parameter": spec.memory_unit,
-                    # where parameters keep their storage, it doesn't matter
-                    "owns its storage": self.parameters_as_bucket_view and spec.owns_storage,
-                }
-                for spec in self._plan.specs[start:]
-            ]
-        }
-
-    def _describe_options(self) -> dict[str, Json]:
-        return {
-            "param_groups": [
-                {key: tagged_json.describe(value) for key, value in options_of(group).items()}
-                for group in self.param_groups
-            ]
-        }
-
-    # What must hold of the parameters
-
-    def _refuse_unsendable(self, parameters: Iterable[torch.Tensor]) -> None:
-        for parameter in parameters:
-            if parameter.layout is not torch.strided or hasattr(parameter, "__tensor_flatten__"):
-                raise TypeError(
-                    f"parameter {self._name_of(parameter)} is a {type(parameter.data).__name__} with "
-                    f"layout {parameter.layout}; only dense parameters that hold their elements themselves "
-                    "can be sharded, no sparse ones and no wrappers such as DTensor"
-                )
-            if not self._communicator.can_send(parameter.device):
-                raise ValueError(
-                    f"parameter {self._name_of(parameter)} is on {parameter.device}, for which the "
-                    f"process group has no backend ({self._communicator.describe_backend()}); move "
-                    "the model to a device that it has, or initialise the group with a backend for "
-                    f"{parameter.device.type!r}"
-                )
+        return describe_parameters(
+            self.param_groups,
+            self._parameters,
+            self._plan.specs[start:],
+            resident=self.parameters_as_bucket_view,
+        )
 
     def _find_replaced(self) -> RuntimeError | None:
-        if not _same_members(self.param_groups, self._members):
-            return RuntimeError(
-                "the parameters in param_groups are no longer those that the optimizer was built "
-                "with; add some with add_param_group(), and build a new optimizer to take some away"
-            )
-        cure = (
-            "build the optimizer after the model has its final dtype, device and storage (load "
-            "values with copy_() or load_state_dict(), not by assigning .data)"
+        replaced = find_replaced(
+            self.param_groups, self._members, self._parameters, self._plan.specs
         )
-        for spec, parameter in zip(self._plan.specs, self._parameters, strict=True):
-            if not spec.accepts(parameter):
-                return RuntimeError(
-                    f"parameter {self._name_of(parameter)} was {spec.dtype} of shape {spec.shape} on "
-                    f"{spec.device} when the optimizer was built, and is now {parameter.dtype} of "
-                    f"shape {tuple(parameter.shape)} on {parameter.device}; {cure}"
-                )
-        strayed = self._buckets.strayed()
-        if strayed is not None:
-            return RuntimeError(
-                f"the storage of parameter {self._name_of(self._parameters[strayed])} was replaced "
-                "after parameters_as_bucket_view=True had moved it into a bucket, so that updates "
-                f"would not reach it; {cure}"
-            )
-        return None
+        strayed = self._buckets.strayed() if replaced is None else None
+        if strayed is None:
+            return replaced
+        return RuntimeError(
+            f"the storage of parameter {self._name_of(self._parameters[strayed])} was replaced after "
+            "parameters_as_bucket_view=True had moved it into a bucket, so that updates would not "
+            f"reach it; {CURE}"
+        )
 
     def _name_of(self, parameter: torch.Tensor) -> str:
-        for position, group in enumerate(self.param_groups):
-            for place, candidate in enumerate(group["params"]):
-                if candidate is parameter:
-                    name = f" ({group['param_names'][place]!r})" if "param_names" in group else ""
-                    return f"{place} of group {position}{name}"
-        raise AssertionError("not a parameter of this optimizer")
+        return name_of(parameter, self.param_groups)
+
+    def _move_into_buckets(self, call: str, layouts: Sequence[BucketLayout]) -> None:
+        error = None
+        try:
+            for layout in layouts:
+                self._buckets.add(layout, self._plan.specs)
+        except Exception as problem:  # noqa: BLE001 - most likely a lack of memory, on one rank
+            error = problem
+        self._agreement.settle(f"{call} (buckets)", error=error)
 
     def _require_rank(self, rank: Any) -> GroupRank:
         world_size = self._communicator.members.world_size
@@ -640,16 +599,6 @@ def _placeholder_like(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter without elements, of the same dtype, device and number of axes."""
     empty = parameter.detach().new_empty((0,) * max(1, parameter.ndim))
     return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
-
-
-def _same_members(
-    groups: Sequence[dict[str, Any]], members: Sequence[Sequence[torch.Tensor]]
-) -> bool:
-    """Whether the groups hold exactly these tensors, in this order."""
-    return len(groups) == len(members) and all(
-        len(group["params"]) == len(expected) and all(map(operator.is_, group["params"], expected))
-        for group, expected in zip(groups, members, strict=True)
-    )
 
 
 def _become_(target: dict[str, Any], source: dict[str, Any]) -> None:
