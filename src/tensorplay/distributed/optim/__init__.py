@@ -1,6 +1,7 @@
 """Distributed-aware optimizers: their state is sharded, averaged or moved, not replicated.
 
 * :class:`ZeroRedundancyOptimizer` (``zero/``) shards the state of any optimizer across ranks.
+* :func:`detach_copy` copies a state dict so that no tensor takes its bucket along into a file.
 
 A sharded step is three verbs: gradients are *reduced* to their owners, owners *step* what they own,
 and updated parameters are *gathered* by everyone. Plans say who owns what; they are pure functions
@@ -8,10 +9,11 @@ of the parameters' metadata (``_core/partition.py``, ``_core/bucket_layout.py``)
 the order in which its ``__init__`` lists it, then ``zero/optimizer.py``.
 """
 
+from tensorplay.distributed.optim.model_state import detach_copy
 from tensorplay.distributed.optim.zero import (
     RankShare,
     ShardingReport,
     ZeroRedundancyOptimizer,
 )
 
-__all__ = ["ZeroRedundancyOptimizer", "ShardingReport", "RankShare"]
+__all__ = ["ZeroRedundancyOptimizer", "ShardingReport", "RankShare", "detach_copy"]
