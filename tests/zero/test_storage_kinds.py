@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tensorplay.distributed.optim import ZeroRedundancyOptimizer
 from tests.launch import run_ranks
 from tests.reference.ddp import MODES, batch, make_twins, require_twins_equal, train
 from tests.reference.optimizers import OPTIMIZERS
@@ -143,3 +145,45 @@ def _toggled(resident: bool) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_layers_frozen_and_thawed_between_steps(resident: bool, world_size: int) -> None:
     run_ranks(world_size, _toggled, resident)
+
+
+def _dtensors(resident: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for placement in (Shard(0), Replicate()):
+        distributed = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [placement]))
+        message = r"parameter 1 of group 0 \('weight'\) is a DTensor.*to the plain optimizer"
+        with pytest.raises(TypeError, match=message):
+            ZeroRedundancyOptimizer(
+                [("bias", nn.Parameter(torch.ones(3))), ("weight", distributed)],
+                torch.optim.AdamW,
+                parameters_as_bucket_view=resident,
+            )
+        optimizer = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW)
+        with pytest.raises(TypeError, match=r"parameter 0 of group 1 is a DTensor"):
+            optimizer.add_param_group({"params": distributed})
+        optimizer.step()
+        assert len(optimizer.param_groups) == 1
+
+
+@MODES
+def test_dtensors_are_refused_with_the_cure(resident: bool) -> None:
+    run_ranks(2, _dtensors, resident)
+
+
+def _one_dtensor() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    distributed = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
+    mine = distributed if dist.get_rank() == 1 else nn.Parameter(torch.ones(3))
+    expected: type[Exception] = TypeError if dist.get_rank() == 1 else RuntimeError
+    with pytest.raises(expected, match="parameter 0 of group 0 is a DTensor"):
+        ZeroRedundancyOptimizer([mine], torch.optim.AdamW)
+
+
+def test_a_dtensor_on_one_rank_is_an_error_on_all() -> None:
+    run_ranks(2, _one_dtensor)

@@ -44,7 +44,8 @@ def refuse_unsendable(
             raise TypeError(
                 f"parameter {name_of(parameter, groups)} is a {type(parameter.data).__name__} with "
                 f"layout {parameter.layout}; only dense parameters that hold their elements "
-                "themselves can be sharded, no sparse ones and no wrappers such as DTensor"
+                "themselves can be sharded, no sparse ones and no wrappers such as DTensor; give these "
+                "to the plain optimizer, which keeps the state of a DTensor distributed as it is"
             )
         if not communicator.can_send(parameter.device):
             raise ValueError(
