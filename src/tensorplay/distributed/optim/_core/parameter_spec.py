@@ -6,6 +6,8 @@ from math import prod
 
 import torch
 
+from tensorplay.distributed.optim._core.local_shard import local_memory
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -50,25 +52,32 @@ class ParameterSpec:
 
 
 def describe_parameters(parameters: Sequence[torch.Tensor]) -> tuple[ParameterSpec, ...]:
-    """Reads the metadata of ``parameters``, among which no tensor may stand twice."""
-    extents = [_extent(parameter) for parameter in parameters]
-    units = _memory_units(parameters, extents)
+    """Reads the metadata of ``parameters``, among which no tensor may stand twice.
+
+    Of a ``DTensor`` it is the metadata of the local tensor.
+    """
+    memories = [local_memory(parameter) for parameter in parameters]
+    units = _memory_units(memories, [_extent(memory) for memory in memories])
     lodgers: dict[int, int] = {}
-    for parameter in parameters:
-        pointer = _storage_pointer(parameter)
+    for memory in memories:
+        pointer = _storage_pointer(memory)
         lodgers[pointer] = lodgers.get(pointer, 0) + 1
     return tuple(
         ParameterSpec(
             index=index,
-            shape=tuple(parameter.shape),
-            stride=_dense_stride(parameter),
-            dtype=parameter.dtype,
-            device=parameter.device,
+            shape=tuple(memory.shape),
+            stride=_dense_stride(memory),
+            dtype=memory.dtype,
+            device=memory.device,
             trainable=parameter.requires_grad,
             memory_unit=units[index],
-            owns_storage=(lodgers[_storage_pointer(parameter)] == 1 and _fills_storage(parameter)),
+            owns_storage=(
+                lodgers[_storage_pointer(memory)] == 1
+                and _fills_storage(memory)
+                and memory is parameter  # a DTensor ignores it when its data are assigned
+            ),
         )
-        for index, parameter in enumerate(parameters)
+        for index, (parameter, memory) in enumerate(zip(parameters, memories, strict=True))
     )
 
 

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import JoinHook
 from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.collectives import Communicator
+from tensorplay.distributed.optim._core.local_shard import rewrap, unwrap
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.wrapped_optimizer import options_of
 from tensorplay.distributed.optim.zero.checkpoint import Shard, receive_tensors_, send_tensors
@@ -102,7 +103,7 @@ class JoinRound:
         ):
             if owner == self._communicator.members.group_rank:
                 gradient = received[0].get(index)
-                parameter.grad = None if gradient is None else _from_plain(gradient)
+                parameter.grad = None if gradient is None else _from_plain(gradient, parameter)
         for group, options in zip(groups, received[1], strict=True):
             group.update(options)
 
@@ -123,14 +124,14 @@ def _to_plain(gradient: torch.Tensor) -> Any:
     if gradient.layout is torch.sparse_coo:
         coalesced = gradient.coalesce()
         return (coalesced.indices(), coalesced.values(), tuple(gradient.shape))
-    return gradient
+    return unwrap(gradient)
 
 
-def _from_plain(gradient: Any) -> torch.Tensor:
+def _from_plain(gradient: Any, parameter: torch.Tensor) -> torch.Tensor:
     if isinstance(gradient, tuple):
         indices, values, shape = gradient
         return torch.sparse_coo_tensor(
             indices, values, shape, is_coalesced=True, check_invariants=False
         )
-    assert isinstance(gradient, torch.Tensor)  # noqa: S101 - narrows a type
-    return gradient
+    wrapped: torch.Tensor = rewrap(gradient, parameter)
+    return wrapped

@@ -16,6 +16,12 @@ from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
 from tensorplay.distributed.optim._core.collectives import CommunicationError, connect
 from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
+from tensorplay.distributed.optim._core.local_shard import (
+    is_dtensor,
+    local_memory,
+    rewrap,
+    unwrap,
+)
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
@@ -100,7 +106,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         ValueError: if this rank isn't in the group, ``optimizer_class`` couples all parameters
             (LBFGS, Prodigy, D-Adaptation), or a parameter is on a device for which the group has
             no backend; also whatever ``optimizer_class`` raises. The other ranks raise too.
-        TypeError: for parameters without dense elements of their own: sparse ones, ``DTensor``.
+        TypeError: for sparse parameters, and for a ``DTensor`` of which the ranks of the group hold
+            different parts.
 
     Example:
         >>> model = DistributedDataParallel(model)
@@ -150,7 +157,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             },
             error,
         )
-        self._buckets = ParameterBuckets(self._parameters, self._communicator.members.group_rank)
+        self._buckets = ParameterBuckets(self._memories, self._communicator.members.group_rank)
         self._move_into_buckets("__init__", self._plan.layouts)
 
     def _plan_and_build(
@@ -161,6 +168,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._members = [tuple(group["params"]) for group in self.param_groups]
         self._parameters = list(dict.fromkeys(all_parameters(self.param_groups)))
         refuse_unsendable(self._parameters, self.param_groups, self._communicator)
+        self._memories = [local_memory(parameter) for parameter in self._parameters]
         self._plan = ShardingPlan.of(
             self._parameters,
             self._communicator.members.world_size,
@@ -206,6 +214,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             added = [p for p in dict.fromkeys(group["params"]) if p not in known]
             refuse_unsendable(added, self.param_groups, self._communicator)
             self._parameters.extend(added)
+            self._memories.extend(local_memory(parameter) for parameter in added)
             self._members = [*members, tuple(group["params"])]
             self._plan = ShardingPlan.of(
                 self._parameters,
@@ -231,7 +240,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         except BaseException:
             del self.param_groups[before[0] :]
             del self.optim.param_groups[before[1] :]
-            del self._parameters[before[2] :]
+            del self._parameters[before[2] :], self._memories[before[2] :]
             self._plan, self._members = plan, members
             raise
         self._drop_placeholder_state()
@@ -325,7 +334,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             return loss
 
         owned = all_parameters(self.optim.param_groups)
-        storages = KeptStorages(p for p in owned if p not in self._placeholders)
+        storages = KeptStorages(
+            p for p in owned if p not in self._placeholders and not is_dtensor(p)
+        )
         error: Exception | None = None
         try:
             loss = self._step_inner(live_closure if closure else None, kwargs)
@@ -391,6 +402,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             own, shared, rest = full_indexed(
                 self.optim.state_dict(), self.optim.param_groups, self.param_groups
             )
+            own = unwrap(own)
             description = {
                 "to": target,
                 "shared state": {str(k): tagged_json.describe(v) for k, v in shared.items()},
@@ -405,6 +417,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._consolidated = None
         full = consolidate(self._communicator, self._agreement, own, target, self._device_of_type())
         if full is not None:
+            parameter_at = {i: p for p, i in parameter_indices(self.param_groups).items()}
+            full = {index: rewrap(state, parameter_at[index]) for index, state in full.items()}
             self._consolidated = {"state": {**full, **shared}, "param_groups": groups, **rest}
 
     def release_consolidated_state_dict(self) -> None:
@@ -597,7 +611,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
 def _placeholder_like(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter without elements, of the same dtype, device and number of axes."""
-    empty = parameter.detach().new_empty((0,) * max(1, parameter.ndim))
+    empty = local_memory(parameter).detach().new_empty((0,) * max(1, parameter.ndim))
     return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 

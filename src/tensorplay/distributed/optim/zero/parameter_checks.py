@@ -8,6 +8,12 @@ import torch
 
 from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.collectives import Communicator
+from tensorplay.distributed.optim._core.local_shard import (
+    describe_placement,
+    is_dtensor,
+    local_memory,
+    shards_across,
+)
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import options_of
@@ -40,7 +46,16 @@ def refuse_unsendable(
         ValueError: if the group has no backend for its device.
     """
     for parameter in parameters:
-        if parameter.layout is not torch.strided or hasattr(parameter, "__tensor_flatten__"):
+        if is_dtensor(parameter):
+            if shards_across(parameter, communicator.members):
+                raise TypeError(
+                    f"parameter {name_of(parameter, groups)} is a DTensor of which the ranks of the "
+                    f"process group hold different parts ({_placements(parameter)}), so that they "
+                    "can't take over each other's updates; pass a process_group whose ranks hold the "
+                    "same part: the one of data parallelism. A plain optimizer keeps the state of "
+                    "such parameters sharded by itself"
+                )
+        elif parameter.layout is not torch.strided or hasattr(parameter, "__tensor_flatten__"):
             raise TypeError(
                 f"parameter {name_of(parameter, groups)} is a {type(parameter.data).__name__} with "
                 f"layout {parameter.layout}; only dense parameters that hold their elements "
@@ -76,7 +91,7 @@ def find_replaced(
             "add some with add_param_group(), and build a new optimizer to take some away"
         )
     for spec, parameter in zip(specs, parameters, strict=True):
-        if not spec.accepts(parameter):
+        if not spec.accepts(local_memory(parameter)):
             return RuntimeError(
                 f"parameter {name_of(parameter, groups)} was {spec.dtype} of shape {spec.shape} on "
                 f"{spec.device} when the optimizer was built, and is now {parameter.dtype} of shape "
@@ -118,6 +133,7 @@ def describe_parameters(
                 "shape": list(spec.shape),
                 "dtype": tagged_json.describe(spec.dtype),
                 "device": spec.device.type,
+                "part of a DTensor": describe_placement(parameters[spec.index]),
                 "requires_grad": spec.trainable,
                 "stride": list(spec.stride),
                 "group": positions[parameters[spec.index]],
@@ -137,6 +153,10 @@ def describe_options(groups: Groups) -> dict[str, Json]:
             for group in groups
         ]
     }
+
+
+def _placements(parameter: Any) -> str:
+    return f"{parameter.placements} on {parameter.device_mesh}"
 
 
 def same_members(groups: Groups, members: Sequence[Sequence[torch.Tensor]]) -> bool:
