@@ -428,10 +428,10 @@ class ZeroRedundancyOptimizer(WrappedOptimizer):
         places = [i for i, parameter in enumerate(group["params"]) if owners[parameter] == rank]
         owned: list[Any] = [group["params"][place] for place in places]
         if group["params"] and not owned:
-            owned = [_placeholder_like(group["params"][0])]
+            places, owned = [0], [_placeholder_like(group["params"][0])]
             self._placeholders.update(owned)
-        elif "param_names" in group:
-            owned = [(group["param_names"][place], group["params"][place]) for place in places]
+        if "param_names" in group:  # torch wants all groups to have names, or none
+            owned = [(group["param_names"][i], p) for i, p in zip(places, owned, strict=True)]
         return {**options_of(group), "params": owned}
 
     def _drop_placeholder_state(self) -> None:
