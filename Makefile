@@ -6,9 +6,10 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 NPROC ?= 2
 ARGS ?=
+EXAMPLES ?= 3000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test fuzz lint format bench clean
 
 help:  ## show the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -27,6 +28,9 @@ demo: $(STAMP)  ## train a language model twice, replicated and sharded, and com
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(STAMP)  ## run EXAMPLES new random training runs against the plain optimizer
+	FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/zero/test_generated.py $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

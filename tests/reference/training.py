@@ -53,17 +53,25 @@ def set_sparse_gradients(parameters: Iterable[torch.Tensor], step: int) -> None:
         ).coalesce()
 
 
-def first_difference(expected: Any, actual: Any, path: str = "") -> str | None:
-    """Where two nests of tensors, containers and numbers are not bitwise equal, or ``None``."""
+def first_difference(
+    expected: Any, actual: Any, path: str = "", *, strides: bool = False
+) -> str | None:
+    """Where two nests of tensors, containers and numbers are not bitwise equal, or ``None``.
+
+    All NaNs count as equal; strides count if ``strides``.
+    """
     if isinstance(expected, torch.Tensor):
         if not isinstance(actual, torch.Tensor):
             return f"{path}: a tensor became {actual!r}"
-        facts = [(t.dtype, t.shape, t.device) for t in (expected, actual)]
+        facts = [(t.dtype, t.shape, t.device, t.layout) for t in (expected, actual)]
         if facts[0] != facts[1]:
             return f"{path}: {facts[0]} became {facts[1]}"
-        if not torch.equal(expected, actual):
-            return f"{path}: {expected} became {actual}"
-        return None
+        if expected.layout != torch.strided:
+            parts = [[t._indices(), t._values()] for t in (expected, actual)]
+            return first_difference(*parts, path, strides=strides)
+        if strides and expected.stride() != actual.stride():
+            return f"{path}: strides {expected.stride()} became {actual.stride()}"
+        return _first_different_element(expected, actual, path)
     if type(expected) is not type(actual):
         return f"{path}: {expected!r} became {actual!r}"
     if isinstance(expected, dict):
@@ -78,7 +86,23 @@ def first_difference(expected: Any, actual: Any, path: str = "") -> str | None:
         ]
     else:
         return None if expected == actual else f"{path}: {expected!r} became {actual!r}"
-    return next((d for pair in pairs if (d := first_difference(*pair))), None)
+    return next((d for pair in pairs if (d := first_difference(*pair, strides=strides))), None)
+
+
+def _first_different_element(expected: torch.Tensor, actual: torch.Tensor, path: str) -> str | None:
+    if expected.is_complex():
+        expected, actual = torch.view_as_real(expected), torch.view_as_real(actual)
+    same = (expected == actual) & (expected.signbit() == actual.signbit())
+    if expected.is_floating_point():
+        same |= expected.isnan() & actual.isnan()
+    if same.all():
+        return None
+    first = tuple((~same).nonzero()[0].tolist())
+    count = same.numel() - int(same.sum())
+    return (
+        f"{path}: {count} of {same.numel()} elements differ, the first at {first}: "
+        f"{expected[first].item()!r} became {actual[first].item()!r}"
+    )
 
 
 def require_equal(expected: Any, actual: Any, what: str = "") -> None:

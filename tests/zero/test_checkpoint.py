@@ -220,6 +220,18 @@ def test_a_failed_load_raises_everywhere_and_changes_nothing(broken: str) -> Non
     run_ranks(2, _failed_load, broken)
 
 
+def _names_arrive() -> None:
+    plain = torch.optim.SGD(make_model().named_parameters(), lr=0.1)
+    optimizer = ZeroRedundancyOptimizer(make_model().parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["param_names"] == plain.param_groups[0]["param_names"]
+    optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.ones(2)))]})
+
+
+def test_an_optimizer_that_got_its_names_by_loading_takes_named_groups() -> None:
+    run_ranks(2, _names_arrive)
+
+
 def _input_untouched() -> None:
     model = make_model()
     plain = torch.optim.Adam(model.parameters(), lr=0.1)

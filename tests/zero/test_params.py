@@ -58,6 +58,20 @@ def test_form_trains_exactly_what_was_passed(form: str) -> None:
     run_ranks(2, _train_form, form)
 
 
+def _small_named_groups() -> None:
+    model = make_model()
+    optimizer = ZeroRedundancyOptimizer(
+        [{"params": [named]} for named in model.named_parameters()], torch.optim.AdamW
+    )
+    optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.ones(2)))]})
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert names == [*(name for name, _ in model.named_parameters()), "late"]
+
+
+def test_named_groups_of_which_a_rank_owns_nothing() -> None:
+    run_ranks(2, _small_named_groups)
+
+
 def _callers_dicts() -> None:
     model = make_model()
     parameters = list(model.parameters())
@@ -176,19 +190,3 @@ def _bad_later_group() -> None:
 
 def test_a_bad_later_group_changes_nothing() -> None:
     run_ranks(2, _bad_later_group)
-
-
-def _names_without_parameters_here() -> None:
-    model = make_model()
-    named = list(model.named_parameters())
-    optimizer = ZeroRedundancyOptimizer(
-        [{"params": named[:3]}, {"params": named[3:4]}], torch.optim.SGD, lr=0.1
-    )
-    optimizer.add_param_group({"params": named[4:5]})
-    assert [group["param_names"] for group in optimizer.param_groups] == [
-        [name for name, _ in part] for part in (named[:3], named[3:4], named[4:5])
-    ]
-
-
-def test_named_groups_of_which_a_rank_owns_nothing() -> None:
-    run_ranks(3, _names_without_parameters_here)

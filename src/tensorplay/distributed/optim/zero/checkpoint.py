@@ -260,14 +260,30 @@ def own_part(
         **_clone(_additions(state_dict)),
         "state": {**state, **shared},
         "param_groups": [
-            {**_clone(options_of(saved)), "params": [own_index[p] for p in own["params"]]}
-            for saved, own in zip(state_dict["param_groups"], own_groups, strict=True)
+            {
+                **_clone(options_of(saved)),
+                **_own_names(saved, group, own),
+                "params": [own_index[p] for p in own["params"]],
+            }
+            for saved, group, own in zip(
+                state_dict["param_groups"], groups, own_groups, strict=True
+            )
         ],
     }
 
 
 def _additions(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {key: state_dict[key] for key in state_dict if key not in {"state", "param_groups"}}
+
+
+def _own_names(
+    saved: Mapping[str, Any], group: Mapping[str, Any], own: Mapping[str, Any]
+) -> dict[str, list[str]]:
+    """The saved names, so that named groups can be added later: torch wants all named, or none."""
+    if "param_names" not in saved:
+        return {}
+    names = dict(zip(group["params"], saved["param_names"], strict=True))
+    return {"param_names": [names.get(p, "a placeholder") for p in own["params"]]}
 
 
 def _clone(value: Any) -> Any:

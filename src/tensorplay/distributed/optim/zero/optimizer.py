@@ -543,11 +543,10 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         places = [i for i, parameter in enumerate(group["params"]) if owners[parameter] == rank]
         owned: list[Any] = [group["params"][place] for place in places]
         if group["params"] and not owned:
-            placeholder = _placeholder_like(group["params"][0])
-            self._placeholders.add(placeholder)
-            owned = [("placeholder", placeholder) if "param_names" in group else placeholder]
-        elif "param_names" in group:
-            owned = [(group["param_names"][place], group["params"][place]) for place in places]
+            places, owned = [0], [_placeholder_like(group["params"][0])]
+            self._placeholders.update(owned)
+        if "param_names" in group:  # torch wants all groups to have names, or none
+            owned = [(group["param_names"][i], p) for i, p in zip(places, owned, strict=True)]
         return {**options_of(group), "params": owned}
 
     def _drop_placeholder_state(self) -> None:
