@@ -91,7 +91,10 @@ def first_difference(
 
 def _first_different_element(expected: torch.Tensor, actual: torch.Tensor, path: str) -> str | None:
     if expected.is_complex():
-        expected, actual = torch.view_as_real(expected), torch.view_as_real(actual)
+        expected, actual = (
+            torch.view_as_real(expected.resolve_conj()),
+            torch.view_as_real(actual.resolve_conj()),
+        )
     same = (expected == actual) & (expected.signbit() == actual.signbit())
     if expected.is_floating_point():
         same |= expected.isnan() & actual.isnan()
