@@ -2,6 +2,8 @@
 
 * :class:`ZeroRedundancyOptimizer` (``zero/``) shards the state of any optimizer across ranks.
 * :func:`detach_copy` copies a state dict so that no tensor takes its bucket along into a file.
+* :func:`as_functional_optim` and :func:`functional_adam` and its siblings (``functional/``) are
+  optimizers that are handed their gradients, in place or pure.
 
 A sharded step is three verbs: gradients are *reduced* to their owners, owners *step* what they own,
 and updated parameters are *gathered* by everyone. Plans say who owns what; they are pure functions
@@ -9,6 +11,20 @@ of the parameters' metadata (``_core/partition.py``, ``_core/bucket_layout.py``)
 the order in which its ``__init__`` lists it, then ``zero/optimizer.py``.
 """
 
+from tensorplay.distributed.optim.functional import (
+    FunctionalOptimizer,
+    FunctionalUpdate,
+    as_functional_optim,
+    functional_adadelta,
+    functional_adagrad,
+    functional_adam,
+    functional_adamax,
+    functional_adamw,
+    functional_rmsprop,
+    functional_rprop,
+    functional_sgd,
+    register_functional_optim,
+)
 from tensorplay.distributed.optim.model_state import detach_copy
 from tensorplay.distributed.optim.zero import (
     RankShare,
@@ -16,4 +32,21 @@ from tensorplay.distributed.optim.zero import (
     ZeroRedundancyOptimizer,
 )
 
-__all__ = ["ZeroRedundancyOptimizer", "ShardingReport", "RankShare", "detach_copy"]
+__all__ = [
+    "ZeroRedundancyOptimizer",
+    "ShardingReport",
+    "RankShare",
+    "detach_copy",
+    "as_functional_optim",
+    "register_functional_optim",
+    "FunctionalOptimizer",
+    "FunctionalUpdate",
+    "functional_adadelta",
+    "functional_adagrad",
+    "functional_adam",
+    "functional_adamax",
+    "functional_adamw",
+    "functional_rmsprop",
+    "functional_rprop",
+    "functional_sgd",
+]
