@@ -1,6 +1,7 @@
 """Memory of a bucket: one flat tensor, and views of it in the shapes of its parameters."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -65,10 +66,18 @@ class KeptStorages:
 
     Args:
         parameters: their storages are kept alive, but not copied.
+        places: views of where some of them live, which saves making one.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._places = [(parameter, parameter.detach()) for parameter in parameters]
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        places: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        self._places = [
+            (parameter, places[parameter] if parameter in places else parameter.detach())
+            for parameter in parameters
+        ]
 
     @torch.no_grad()
     def restore_(self) -> torch.Tensor | None:
@@ -105,11 +114,11 @@ class ParameterHome:
         self._buffer = FlatBuffer(layout, specs)
         self._parameters = parameters
         self._buffer.pack_(parameters, layout.slots)
-        self._places = []
+        self._views: list[tuple[Slot, torch.Tensor]] = []
         for slot in layout.slots:
             view = self._buffer.view(slot)
             parameters[slot.parameter].data = view
-            self._places.append((view.data_ptr(), view.stride()))
+            self._views.append((slot, view))
 
     @property
     def layout(self) -> BucketLayout:
@@ -121,10 +130,19 @@ class ParameterHome:
         """``(numel,)``: all parameters of the bucket; owned by this object."""
         return self._buffer.flat
 
+    @property
+    def places(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The view in which each parameter lives."""
+        return {self._parameters[slot.parameter]: view for slot, view in self._views}
+
     def strayed(self) -> Slot | None:
-        """The first parameter whose storage or strides were replaced since it moved in, if any."""
-        for slot, place in zip(self.layout.slots, self._places, strict=True):
+        """The first parameter that is no longer exactly its view of the buffer, if any."""
+        for slot, view in self._views:
             parameter = self._parameters[slot.parameter]
-            if (parameter.data_ptr(), parameter.stride()) != place:
+            if (
+                parameter.dtype != view.dtype
+                or parameter.device != view.device
+                or not parameter.is_set_to(view)
+            ):
                 return slot
         return None

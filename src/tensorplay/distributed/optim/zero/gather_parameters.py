@@ -160,12 +160,15 @@ class ParameterBuckets:
         self._staging: dict[torch.device, tuple[StagingBuffer, ...]] = {}
         self._num_staged = 0
         self.buckets: list[ParameterBucket] = []
+        self.places: dict[torch.Tensor, torch.Tensor] = {}
+        """The views in which resident parameters live."""
 
     def add(self, layout: BucketLayout, specs: Sequence[ParameterSpec]) -> None:
         """Adds a bucket, and moves its parameters into it if they are to be resident."""
         if layout.resident:
             home = ParameterHome(layout, specs, self._parameters)
             self.buckets.append(ResidentBucket(home))
+            self.places.update(home.places)
             return
         buffers = self._staging.setdefault(
             layout.device, tuple(StagingBuffer() for _ in range(NUM_STAGING_BUFFERS))

@@ -335,7 +335,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
         owned = all_parameters(self.optim.param_groups)
         storages = KeptStorages(
-            p for p in owned if p not in self._placeholders and not is_dtensor(p)
+            (p for p in owned if p not in self._placeholders and not is_dtensor(p)),
+            self._buckets.places,
         )
         error: Exception | None = None
         try:
@@ -565,7 +566,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
     def _find_replaced(self) -> RuntimeError | None:
         replaced = find_replaced(
-            self.param_groups, self._members, self._parameters, self._plan.specs
+            self.param_groups,
+            self._members,
+            self._parameters,
+            self._plan.specs,
+            self._buckets.places,
         )
         strayed = self._buckets.strayed() if replaced is None else None
         if strayed is None:

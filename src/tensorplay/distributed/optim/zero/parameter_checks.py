@@ -1,7 +1,7 @@
 """What must hold of the parameters, and what must be the same on every rank."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ def find_replaced(
     members: Sequence[Sequence[torch.Tensor]],
     parameters: Sequence[torch.Tensor],
     specs: Sequence[ParameterSpec],
+    resident: Container[torch.Tensor],
 ) -> RuntimeError | None:
     """What is no longer as it was planned for: the members of a group, or a parameter's metadata.
 
@@ -84,6 +85,7 @@ def find_replaced(
         members: the parameters of each group when the optimizer was built.
         parameters: all of them, by index.
         specs: their metadata then.
+        resident: parameters that are watched in their buckets, and needn't be looked at here.
     """
     if not same_members(groups, members):
         return RuntimeError(
@@ -91,7 +93,7 @@ def find_replaced(
             "add some with add_param_group(), and build a new optimizer to take some away"
         )
     for spec, parameter in zip(specs, parameters, strict=True):
-        if not spec.accepts(local_memory(parameter)):
+        if parameter not in resident and not spec.accepts(local_memory(parameter)):
             return RuntimeError(
                 f"parameter {name_of(parameter, groups)} was {spec.dtype} of shape {spec.shape} on "
                 f"{spec.device} when the optimizer was built, and is now {parameter.dtype} of shape "
