@@ -46,7 +46,7 @@ class Trainer:
 
     def backward(self, loss: Tensor) -> None:
         """Computes gradients, and whatever communication happens meanwhile."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
 
     def clip_(self, max_norm: float) -> None:
         """Clips the averaged gradients by their global norm."""

@@ -45,7 +45,7 @@ class Traffic:
 def count_traffic(run: Callable[[], object], times: int) -> Traffic:
     """Runs ``run`` some times, counting; every rank must call it, with nothing else in flight."""
     empty = _sent_while(lambda: None)
-    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # noqa: SLF001
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # noqa: SLF001 - torch has no public name for it
     with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiler:
 
         def run_all() -> None:

@@ -28,10 +28,10 @@ __getattr__, __dir__ = _facade.overlay(__name__)
 if TYPE_CHECKING:
     # For type checkers and editors, which do not see what happens at import. What these lines leave
     # out is `Any` to them, never an error: torch's `__all__` is only partly readable without running it.
-    from torch import *  # noqa: F403
+    from torch import *  # noqa: F403 - for type checkers: all that torch has
     from torch import autograd as autograd
     from torch import cuda as cuda
     from torch import nn as nn
     from torch import optim as optim
     from torch import utils as utils
-    from torch._C._VariableFunctions import *  # noqa: F403
+    from torch._C._VariableFunctions import *  # noqa: F403 - for type checkers: all that torch has

@@ -61,7 +61,7 @@ def run_ranks(module: str, arguments: Sequence[str], num_processes: int) -> None
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":  # the loopback works even where the host's name doesn't resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    request = torchrun.parse_args(  # type: ignore[no-untyped-call]
+    request = torchrun.parse_args(  # type: ignore[no-untyped-call] # torch leaves it untyped
         [
             "--standalone",
             "--local-addr=localhost",
@@ -75,7 +75,7 @@ def run_ranks(module: str, arguments: Sequence[str], num_processes: int) -> None
     request.training_script_args = list(arguments)
     logging.disable(logging.ERROR)  # its account of a failure is long and names no cause
     try:
-        torchrun.run(request)  # type: ignore[no-untyped-call]
+        torchrun.run(request)  # type: ignore[no-untyped-call] # torch leaves it untyped
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         raise RankError(f"rank {rank} failed (exit code {first.exitcode})") from error

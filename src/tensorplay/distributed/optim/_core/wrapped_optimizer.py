@@ -58,7 +58,7 @@ class WrappedOptimizer(Optimizer):
             or getattr(bare, "hooked", False)  # a decorator copied the mark from what it wraps
         ):
             return _call(optimizer.step, closure, kwargs)  # somebody patched it: call what is there
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001 - torch has no public name for it
             bare = _with_own_hooks(bare)
         with torch.autograd.profiler.record_function(
             f"Optimizer.step#{type(optimizer).__name__}.step"
@@ -148,10 +148,10 @@ def _with_own_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def hooked(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         arguments: tuple[Any, ...] = (optimizer, *args)
-        for pre_hook in optimizer._optimizer_step_pre_hooks.values():  # noqa: SLF001
+        for pre_hook in optimizer._optimizer_step_pre_hooks.values():  # noqa: SLF001 - torch has no public name for it
             arguments, kwargs = _or(pre_hook(optimizer, arguments, kwargs), (arguments, kwargs))
         result = step(*arguments, **kwargs)
-        for post_hook in optimizer._optimizer_step_post_hooks.values():  # noqa: SLF001
+        for post_hook in optimizer._optimizer_step_post_hooks.values():  # noqa: SLF001 - torch has no public name for it
             post_hook(optimizer, arguments, kwargs)
         return result
 
