@@ -48,9 +48,9 @@ from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
 from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
 from tensorplay.distributed.optim.zero.parameter_checks import (
     CURE,
+    MetadataWatch,
     describe_options,
     describe_parameters,
-    find_replaced,
     name_of,
     refuse_unsendable,
     same_members,
@@ -333,11 +333,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             copy_options_(self.param_groups, self.optim.param_groups)
             return loss
 
-        owned = all_parameters(self.optim.param_groups)
-        storages = KeptStorages(
-            (p for p in owned if p not in self._placeholders and not is_dtensor(p)),
-            self._buckets.places,
-        )
+        storages = KeptStorages(self._owned_memories)
         error: Exception | None = None
         try:
             loss = self._step_inner(live_closure if closure else None, kwargs)
@@ -565,13 +561,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         )
 
     def _find_replaced(self) -> RuntimeError | None:
-        replaced = find_replaced(
-            self.param_groups,
-            self._members,
-            self._parameters,
-            self._plan.specs,
-            self._buckets.places,
-        )
+        if not same_members(self.param_groups, self._members):
+            return RuntimeError(
+                "the parameters in param_groups are no longer those that the optimizer was built "
+                "with; add some with add_param_group(), and build a new optimizer to take some away"
+            )
+        replaced = self._watch.find_replaced(self.param_groups)
         strayed = self._buckets.strayed() if replaced is None else None
         if strayed is None:
             return replaced
@@ -592,6 +587,15 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         except Exception as problem:  # noqa: BLE001 - most likely a lack of memory, on one rank
             error = problem
         self._agreement.settle(f"{call} (buckets)", error=error)
+        resident = self._buckets.resident  # these are watched in their buckets
+        self._watch = MetadataWatch(
+            [p for index, p in enumerate(self._parameters) if index not in resident]
+        )
+        self._owned_memories = [
+            parameter
+            for parameter in all_parameters(self.optim.param_groups)
+            if parameter not in self._placeholders and not is_dtensor(parameter)
+        ]
 
     def _require_rank(self, rank: Any) -> GroupRank:
         world_size = self._communicator.members.world_size
