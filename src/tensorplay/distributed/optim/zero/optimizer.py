@@ -3,10 +3,12 @@
 import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
@@ -40,11 +42,17 @@ from tensorplay.distributed.optim.zero.checkpoint import (
     own_part,
     require_fit,
 )
+from tensorplay.distributed.optim.zero.clipping import clip_grad_norm_, gradient_from
 from tensorplay.distributed.optim.zero.coupled_optimizers import (
     refuse_coupled,
     refuse_coupling_options,
 )
 from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
+from tensorplay.distributed.optim.zero.gradients import (
+    AveragedElsewhere,
+    Gradients,
+    ReducedToOwners,
+)
 from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
 from tensorplay.distributed.optim.zero.parameter_checks import (
     CURE,
@@ -125,6 +133,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
+        *,
+        shard_gradients: bool = False,
+        module: nn.Module | None = None,
         **defaults: Any,
     ) -> None:
         if overlap_with_ddp:
@@ -139,6 +150,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self.process_group = self._communicator.process_group
         self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
         self._consolidated: dict[str, Any] | None = None
+        self._gradients: Gradients = (
+            ReducedToOwners(self._communicator, self._agreement, module)
+            if shard_gradients
+            else AveragedElsewhere(module)
+        )
         error = None
         try:
             self._plan_and_build(params, optimizer_class, defaults)
@@ -150,6 +166,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             if error
             else {
                 "parameters_as_bucket_view": self.parameters_as_bucket_view,
+                "shard_gradients": bool(shard_gradients),
                 **self._describe_parameters(),
                 **describe_options(self.param_groups),
                 "optimizer_class": f"{type(self.optim).__module__}.{type(self.optim).__qualname__}",
@@ -159,6 +176,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         )
         self._buckets = ParameterBuckets(self._memories, self._communicator.members.group_rank)
         self._move_into_buckets("__init__", self._plan.layouts)
+        self._gradients.add(self._parameters, self._plan, self._plan.gradient_layouts)
 
     def _plan_and_build(
         self, params: Iterable[Any], optimizer_class: type[Optimizer], defaults: dict[str, Any]
@@ -168,6 +186,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._members = [tuple(group["params"]) for group in self.param_groups]
         self._parameters = list(dict.fromkeys(all_parameters(self.param_groups)))
         refuse_unsendable(self._parameters, self.param_groups, self._communicator)
+        self._gradients.refuse(self._parameters)
         self._memories = [local_memory(parameter) for parameter in self._parameters]
         self._plan = ShardingPlan.of(
             self._parameters,
@@ -213,6 +232,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             known = set(self._parameters)
             added = [p for p in dict.fromkeys(group["params"]) if p not in known]
             refuse_unsendable(added, self.param_groups, self._communicator)
+            self._gradients.refuse(added)
             self._parameters.extend(added)
             self._memories.extend(local_memory(parameter) for parameter in added)
             self._members = [*members, tuple(group["params"])]
@@ -245,6 +265,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             raise
         self._drop_placeholder_state()
         self._move_into_buckets("add_param_group", self._plan.layouts[len(plan.layouts) :])
+        self._gradients.add(
+            self._parameters, self._plan, self._plan.gradient_layouts[len(plan.gradient_layouts) :]
+        )
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps what this rank owns, then brings every rank's parameters up to date.
@@ -270,14 +293,97 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         if self._join_config.enable:
             self._take_part_in_join(closure)
         with record_function(f"{type(self).__name__}.agree"):
-            replaced = self._find_replaced()
-            if replaced is None:
+            problem = self._find_replaced() or self._gradients.find_unfinished()
+            if problem is None:
                 copy_options_(self.param_groups, self.optim.param_groups)
-            self._agreement.settle("step", describe_options(self.param_groups), replaced)
+            some_unreduced = self._agreement.settle(
+                "step",
+                describe_options(self.param_groups),
+                problem,
+                flag=int(closure is None and self._gradients.has_unreduced()),
+            )
+        if some_unreduced:
+            self._gradients.reduce()
         loss, error = self._step_owned(closure, kwargs)
         with record_function(f"{type(self).__name__}.gather"):
             self._gather_parameters(error)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``, for all parameters. No communication."""
+        self._gradients.forget()
+        super().zero_grad(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside accumulate gradients on each rank, without communication.
+
+        With ``shard_gradients=True``. The gradients are reduced by the first backward pass that
+        ends outside, or by :meth:`step`. Use it on every rank for the same passes. No communication.
+
+        Raises:
+            RuntimeError: without ``shard_gradients=True``; then DDP has its own.
+        """
+        return self._gradients.no_sync()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales all averaged gradients so that their norm together is at most ``max_norm``.
+
+        Every rank must call it, between backward and :meth:`step`. It equals
+        ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with a norm that is accurate for
+        any number of elements; each rank computes its own part.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: p > 0 of the p-norm, or ``inf``.
+            error_if_nonfinite: whether to raise if the norm is infinite or not a number.
+
+        Returns:
+            The norm before clipping, a scalar on the first parameter's device.
+
+        Raises:
+            RuntimeError: if the norm isn't finite and ``error_if_nonfinite`` is set; on every rank,
+                and no gradient changes. Also where ranks pass different arguments.
+            TypeError: if a parameter is a ``DTensor``.
+        """
+        self._settle_gradients("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type})
+        return clip_grad_norm_(
+            self._communicator,
+            self._parameters,
+            self._plan.partition.owners,
+            float(max_norm),
+            float(norm_type),
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def full_grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The averaged gradient of any parameter, on every rank. Every rank must call it.
+
+        Args:
+            parameter: one of the optimizer's.
+
+        Returns:
+            A copy in the parameter's shape and dtype, ``None`` if no rank has a gradient.
+
+        Raises:
+            ValueError: if it isn't a parameter of this optimizer; the other ranks raise too.
+        """
+        index = next((i for i, p in enumerate(self._parameters) if p is parameter), None)
+        error = None
+        if index is None:
+            error = ValueError("full_grad() needs a parameter that this optimizer was given")
+        self._settle_gradients("full_grad", {"parameter": index}, error)
+        assert index is not None  # noqa: S101 - narrows a type; the line above has raised
+        owner = self._plan.partition.owners[index]
+        return gradient_from(self._communicator, parameter, self._plan.specs[index], owner)
+
+    def _settle_gradients(self, call: str, arguments: Json, error: Exception | None = None) -> None:
+        """Makes all ranks' gradients ready to be read, by the same call of every rank."""
+        problem = error or self._gradients.find_unfinished()
+        flag = int(self._gradients.has_unreduced())
+        if self._agreement.settle(call, arguments, problem, flag):
+            self._gradients.reduce()
 
     def _take_part_in_join(self, closure: Callable[[], Any] | None) -> None:
         if not self._has_joined:

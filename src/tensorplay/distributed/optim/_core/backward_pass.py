@@ -1,0 +1,185 @@
+"""Notices when a backward pass begins to produce gradients of some parameters, and when it ends.
+
+Note [Outermost backward]
+    Autograd runs a callback at the end of the graph task in which it was queued. Reentrant
+    activation checkpointing runs a backward inside a backward, as a task of its own, and a
+    parameter that several checkpointed segments use gets a gradient in each of them. So the end of
+    an inner task isn't the end: then a hook on the node that runs it leads to the next outer task,
+    until there is no such node.
+
+Note [Aborted backward]
+    An exception in backward ends a task without its callbacks. They hold a token, which dies with
+    the task: a pass whose token is dead was aborted.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+_queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001 - torch has no public name for it
+)
+
+
+class BackwardObserver(Protocol):
+    """What a :class:`BackwardPass` tells; all in the thread that runs the task in question."""
+
+    def begin(self) -> None:
+        """Before the first gradient of a pass is accumulated."""
+
+    def end(self) -> None:
+        """When the outermost ``backward()`` is about to return."""
+
+    def abandon(self) -> None:
+        """Later, when it turns out that the last pass was aborted by an exception."""
+
+
+class _Token:
+    """Lives as long as the callbacks of a pass."""
+
+
+class BackwardPass:
+    """Hooks on parameters that tell an observer where backward passes begin and end.
+
+    Passes that only compute gradients without accumulating them (``torch.autograd.grad``) aren't
+    noticed.
+
+    Args:
+        observer: is told.
+    """
+
+    def __init__(self, observer: BackwardObserver) -> None:
+        self._observer = observer
+        self._token: weakref.ref[_Token] | None = None
+        self._armed_tasks: set[int] = set()
+        self._handles: list[RemovableHandle] = []
+        self._num_parameters = 0
+        self.num_begun = 0
+        """How many passes have begun, the aborted ones included."""
+        self.fired: list[int] = []
+        """Indices of the parameters that got gradients in this pass, or the last; maybe twice."""
+
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Adds parameters, which get the next indices; frozen ones are watched once thawed."""
+        for parameter in parameters:
+            hook = functools.partial(
+                _before_accumulation, weakref.ref(self), self._num_parameters, parameter
+            )
+            self._handles.append(_register(parameter, parameter.register_hook, hook))
+            self._num_parameters += 1
+
+    def notify_ready(
+        self, parameters: Sequence[torch.Tensor], ready: Callable[[int], None]
+    ) -> None:
+        """Calls ``ready(position)`` whenever a parameter's gradient has been accumulated."""
+        for position, parameter in enumerate(parameters):
+
+            def hook(_: torch.Tensor, position: int = position) -> None:
+                ready(position)
+
+            register = parameter.register_post_accumulate_grad_hook
+            self._handles.append(_register(parameter, register, hook))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a pass has begun that hasn't ended or been aborted."""
+        return self._token is not None and self._token() is not None
+
+    def settle_aborted(self) -> bool:
+        """Tells the observer of a pass that was aborted; returns whether there was one."""
+        if self._token is None or self._token() is not None:
+            return False
+        self._close()
+        self._observer.abandon()
+        return True
+
+    def remove(self) -> None:
+        """Takes all hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before(self, index: int, parameter: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
+        if task not in self._armed_tasks and not self._arm(task, parameter):
+            return
+        self.fired.append(index)
+
+    def _arm(self, task: int, parameter: torch.Tensor) -> bool:
+        """Makes the end of this task known to us; false if it accumulates no gradients."""
+        if not _accumulates(parameter):
+            return False
+        self.settle_aborted()
+        token = self._token() if self._token is not None else None
+        if token is None:
+            token = _Token()
+            self._token = weakref.ref(token)
+            self.fired.clear()
+            self.num_begun += 1
+            self._queue_end(task, token)
+            self._observer.begin()
+        else:
+            self._queue_end(task, token)
+        return True
+
+    def _queue_end(self, task: int, token: _Token) -> None:
+        self._armed_tasks.add(task)
+        _queue_callback(functools.partial(self._task_ended, task, token))
+
+    def _task_ended(self, task: int, token: _Token) -> None:
+        self._armed_tasks.discard(task)
+        if self._token is None or self._token() is not token:
+            return
+        outer: Any = torch._C._current_autograd_node()  # noqa: SLF001 - torch has no public name for it
+        if outer is None:
+            self._close()
+            self._observer.end()
+            return
+
+        def climb(_inputs: Any, _outputs: Any) -> None:
+            handle.remove()
+            outer_task = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
+            if outer_task not in self._armed_tasks:
+                self._queue_end(outer_task, token)
+
+        handle = outer.register_hook(climb)
+
+    def _close(self) -> None:
+        self._token = None
+        self._armed_tasks.clear()
+
+
+def _before_accumulation(
+    observer: "weakref.ref[BackwardPass]", index: int, parameter: torch.Tensor, _: torch.Tensor
+) -> None:
+    self = observer()
+    if self is not None:
+        self._before(index, parameter)
+
+
+def _register(
+    parameter: torch.Tensor, register: Callable[[Any], RemovableHandle], hook: Callable[..., None]
+) -> RemovableHandle:
+    """Registers a hook also on a frozen parameter, which refuses it; there it stays."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return register(hook)
+    finally:
+        if frozen:
+            parameter.requires_grad_(False)
+
+
+def _accumulates(parameter: torch.Tensor) -> bool:
+    """Whether the running graph task will add to the parameter's ``.grad``."""
+    with torch.enable_grad():
+        node = get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # noqa: SLF001 - torch has no public name for it
+    except RuntimeError:  # torch.autograd.grad, which only captures
+        return False
