@@ -56,7 +56,8 @@ class BackwardPass:
     def __init__(self, observer: BackwardObserver) -> None:
         self._observer = observer
         self._token: weakref.ref[_Token] | None = None
-        self._armed_tasks: set[int] = set()
+        self.armed_tasks: set[int] = set()
+        """Graph tasks whose end we shall hear of."""
         self._handles: list[RemovableHandle] = []
         self._num_parameters = 0
         self.num_begun = 0
@@ -67,9 +68,7 @@ class BackwardPass:
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Adds parameters, which get the next indices; frozen ones are watched once thawed."""
         for parameter in parameters:
-            hook = functools.partial(
-                _before_accumulation, weakref.ref(self), self._num_parameters, parameter
-            )
+            hook = _hook_of(self, self._num_parameters, parameter)
             self._handles.append(_register(parameter, parameter.register_hook, hook))
             self._num_parameters += 1
 
@@ -104,13 +103,7 @@ class BackwardPass:
             handle.remove()
         self._handles.clear()
 
-    def _before(self, index: int, parameter: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
-        if task not in self._armed_tasks and not self._arm(task, parameter):
-            return
-        self.fired.append(index)
-
-    def _arm(self, task: int, parameter: torch.Tensor) -> bool:
+    def arm(self, task: int, parameter: torch.Tensor) -> bool:
         """Makes the end of this task known to us; false if it accumulates no gradients."""
         if not _accumulates(parameter):
             return False
@@ -128,11 +121,11 @@ class BackwardPass:
         return True
 
     def _queue_end(self, task: int, token: _Token) -> None:
-        self._armed_tasks.add(task)
+        self.armed_tasks.add(task)
         _queue_callback(functools.partial(self._task_ended, task, token))
 
     def _task_ended(self, task: int, token: _Token) -> None:
-        self._armed_tasks.discard(task)
+        self.armed_tasks.discard(task)
         if self._token is None or self._token() is not token:
             return
         outer: Any = torch._C._current_autograd_node()  # noqa: SLF001 - torch has no public name for it
@@ -144,22 +137,33 @@ class BackwardPass:
         def climb(_inputs: Any, _outputs: Any) -> None:
             handle.remove()
             outer_task = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
-            if outer_task not in self._armed_tasks:
+            if outer_task not in self.armed_tasks:
                 self._queue_end(outer_task, token)
 
         handle = outer.register_hook(climb)
 
     def _close(self) -> None:
         self._token = None
-        self._armed_tasks.clear()
+        self.armed_tasks.clear()
 
 
-def _before_accumulation(
-    observer: "weakref.ref[BackwardPass]", index: int, parameter: torch.Tensor, _: torch.Tensor
-) -> None:
-    self = observer()
-    if self is not None:
-        self._before(index, parameter)
+def _hook_of(
+    backward_pass: BackwardPass, index: int, parameter: torch.Tensor
+) -> Callable[[torch.Tensor], None]:
+    """A tensor hook, which autograd calls before it accumulates; it doesn't keep the pass alive."""
+    reference = weakref.ref(backward_pass)
+    armed_tasks, fired = backward_pass.armed_tasks, backward_pass.fired
+    current_task = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name for it
+
+    def hook(_: torch.Tensor) -> None:
+        task = current_task()
+        if task not in armed_tasks:
+            observer = reference()
+            if observer is None or not observer.arm(task, parameter):
+                return
+        fired.append(index)
+
+    return hook
 
 
 def _register(

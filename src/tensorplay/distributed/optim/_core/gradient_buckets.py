@@ -16,6 +16,23 @@ from tensorplay.distributed.optim._core.flat_buffer import FlatBuffer
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 
 
+class AveragedMark:
+    """Says of a ``.grad`` whether it has been averaged, on the tensor itself: nothing else lives as long."""
+
+    def set_(self, gradient: torch.Tensor) -> None:
+        """The gradient has been averaged."""
+        gradient._averaged_by = self  # type: ignore[attr-defined]  # noqa: SLF001 - our attribute on torch's object
+
+    def is_on(self, gradient: torch.Tensor) -> bool:
+        """Whether it has."""
+        return getattr(gradient, "_averaged_by", None) is self
+
+    @staticmethod
+    def clear_(gradient: torch.Tensor) -> None:
+        """The memory of the gradient is used again."""
+        gradient._averaged_by = None  # type: ignore[attr-defined]  # noqa: SLF001 - our attribute on torch's object
+
+
 class GradientBucket(Protocol):
     """The gradients of the parameters in one bucket."""
 
@@ -36,8 +53,11 @@ class GradientBucket(Protocol):
     def views(self, result: torch.Tensor, start: int) -> dict[int, torch.Tensor]:
         """Gradients by parameter, of those that lie as a whole in a result that begins at ``start``."""
 
+    def whole(self, start: int, end: int) -> torch.Tensor | None:
+        """``(end - start,)``: a stretch as one tensor, if exactly its gradients are there in ``.grad``."""
+
     def release(self) -> None:
-        """Lets go of this rank's gradients, after they have been sent."""
+        """Lets go of the memory of this rank's gradients, after they have been sent."""
 
 
 class PackedGradients:
@@ -76,7 +96,9 @@ class PackedGradients:
             torch._foreach_zero_([self._views[place] for place in bare])
         for place in bare:
             index, parameter = self._members[place]
-            parameter.grad = self._views[place]
+            view = self._views[place]
+            AveragedMark.clear_(view)
+            parameter.grad = view
             self._armed.add(index)
 
     def disarm_(self, fired: Collection[int]) -> None:
@@ -101,16 +123,21 @@ class PackedGradients:
         return flat
 
     def destination(self, local: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """Memory of its own, so that the buffer can go; all of it is needed if all of it is owned."""
-        if end - start == local.numel():
-            self._flat, self._views = None, []
-            return local
+        """In place if the buffer stays or all of it is owned, else apart, so that it can go."""
+        if self._keep or end - start == local.numel():
+            return local[start:end]
         return local.new_empty(end - start)
 
     def views(self, result: torch.Tensor, start: int) -> dict[int, torch.Tensor]:
         """See :class:`GradientBucket`."""
         end = start + result.numel()
         origin = result.storage_offset() - start
+        if self._flat is not None and result.data_ptr() == self._flat[start:].data_ptr():
+            return {
+                slot.parameter: view
+                for slot, view in zip(self.layout.slots, self._views, strict=True)
+                if start <= slot.offset and slot.offset + slot.numel <= end
+            }
         return {
             slot.parameter: result.as_strided(
                 self._specs[slot.parameter].shape,
@@ -121,10 +148,21 @@ class PackedGradients:
             if start <= slot.offset and slot.offset + slot.numel <= end
         }
 
+    def whole(self, start: int, end: int) -> torch.Tensor | None:
+        """See :class:`GradientBucket`; the padding holds zeros."""
+        places = [
+            place
+            for place, slot in enumerate(self.layout.slots)
+            if start <= slot.offset and slot.offset + slot.numel <= end
+        ]
+        if self._flat is None or any(
+            self._members[place][1].grad is not self._views[place] for place in places
+        ):
+            return None
+        return self._flat[start:end]
+
     def release(self) -> None:
         """See :class:`GradientBucket`."""
-        for _, parameter in self._members:
-            parameter.grad = None
         if not self._keep:
             self._flat, self._views = None, []
 
@@ -186,6 +224,9 @@ class SoleGradient:
             return {}
         return {self._index: result.as_strided(self._spec.shape, self._spec.stride)}
 
+    def whole(self, start: int, end: int) -> torch.Tensor | None:  # noqa: ARG002 - it has one stretch
+        """Nothing that ``.grad`` isn't by itself."""
+        return None
+
     def release(self) -> None:
-        """See :class:`GradientBucket`."""
-        self._parameter.grad = None
+        """Autograd's memory goes with the ``.grad``."""

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from tensorplay.distributed.optim._core.collectives import Communicator
-from tensorplay.distributed.optim._core.rank_order_sum import CHUNK_NUMEL
+
+STRETCH_NUMEL = 64 * 1024
+"""Elements whose powers are summed in the gradients' own precision."""
 
 
 @torch.no_grad()
@@ -58,11 +60,11 @@ def _like(stretch: torch.Tensor, real: torch.dtype) -> torch.dtype:
 
 def _stretches(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
     gradient = gradient.detach()
-    if gradient.numel() <= CHUNK_NUMEL:
+    if gradient.numel() <= STRETCH_NUMEL:
         if gradient.numel():
             yield gradient
         return
-    yield from torch.split(_flat(gradient), CHUNK_NUMEL)
+    yield from torch.split(_flat(gradient), STRETCH_NUMEL)
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:

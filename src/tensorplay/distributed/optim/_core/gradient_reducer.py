@@ -30,6 +30,7 @@ from tensorplay.distributed.optim._core.collectives import (
     Waitable,
 )
 from tensorplay.distributed.optim._core.gradient_buckets import (
+    AveragedMark,
     GradientBucket,
     PackedGradients,
     SoleGradient,
@@ -81,11 +82,13 @@ class GradientReducer:
         self.parameters: list[torch.Tensor] = []
         self._buckets: list[GradientBucket] = []
         self._reduced_by_default: dict[int, bool] = {}
+        self._foreign: list[torch.Tensor] = []
         self._set_aside: dict[int, torch.Tensor] = {}
         self._partial: dict[int, PartialGradient] = {}
         self._sentinels: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._mark = object()
+        self._mark = AveragedMark()
         self._syncs = True
+        self._has_unreduced_passes = False
         self.backward_pass = BackwardPass(self)
 
     def add(
@@ -103,6 +106,12 @@ class GradientReducer:
         """
         added = parameters[len(self.parameters) :]
         self.parameters.extend(added)
+        rank = self._communicator.members.group_rank
+        self._foreign.extend(
+            self.parameters[slot.parameter]
+            for layout in layouts
+            for slot in layout.slots_except(rank)
+        )
         num_kept = sum(isinstance(bucket, PackedGradients) for bucket in self._buckets)
         for layout in layouts:
             for slot in layout.slots:
@@ -136,6 +145,8 @@ class GradientReducer:
         self.abandon()
         if self._syncs:
             self.reduce("backward")
+        else:
+            self._has_unreduced_passes = True
 
     def abandon(self) -> None:
         """See :class:`BackwardObserver`."""
@@ -146,12 +157,40 @@ class GradientReducer:
             self.parameters[index].grad = self._set_aside.pop(index)
 
     def forget(self) -> None:
-        """Drops averages that were set aside; for ``zero_grad``."""
+        """Drops averages that were set aside, and what ``no_sync`` left; for ``zero_grad``."""
         self._set_aside.clear()
+        self._has_unreduced_passes = False
 
-    def has_own_gradients(self) -> bool:
-        """Whether a ``.grad`` on this rank hasn't been averaged."""
-        return any(self._is_own(self.parameters[index].grad) for index in self._reduced_by_default)
+    def has_unreduced(self) -> bool:
+        """Whether ``no_sync``, or the caller, left gradients here that haven't been averaged.
+
+        A gradient that the caller assigned is noticed where another rank owns the parameter; where
+        this one does, it may be an averaged one that the caller has changed.
+        """
+        return self._has_unreduced_passes or any(
+            parameter.grad is not None and type(parameter.grad) is not PartialGradient
+            for parameter in self._foreign
+        )
+
+    def owned_stretches(self) -> list[torch.Tensor]:
+        """Tensors that together hold the averaged gradients of what this rank owns, as few as can be."""
+        return [stretch for bucket in self._buckets for stretch in self._stretches(bucket)]
+
+    def _stretches(self, bucket: GradientBucket) -> list[torch.Tensor]:
+        start, end = self._own_extent(bucket.layout)
+        flat = bucket.whole(start, end)
+        if flat is not None:
+            return [flat]
+        gradients = (
+            self.parameters[slot.parameter].grad
+            for slot in bucket.layout.slots
+            if start <= slot.offset < end
+        )
+        return [each for each in gradients if each is not None]
+
+    def _own_extent(self, layout: BucketLayout) -> tuple[int, int]:
+        rank = self._communicator.members.group_rank
+        return layout.cuts[rank], layout.cuts[rank + 1]
 
     @torch.no_grad()
     def reduce(self, call: str) -> None:
@@ -165,6 +204,7 @@ class GradientReducer:
                 of backward passes; on every rank, and the gradients stay as they were.
             CommunicationError: if the backend fails or a rank doesn't come in time.
         """
+        self._has_unreduced_passes = False
         self._set_averages_aside()
         adds_up = bool(self._set_aside)
         used = self._agree_on_used(call)
@@ -207,7 +247,7 @@ class GradientReducer:
 
     def _launch(self, bucket: GradientBucket) -> Iterator[_Transfer]:
         members, layout = self._communicator.members, bucket.layout
-        own_start, own_end = layout.cuts[members.group_rank : members.group_rank + 2]
+        own_start, own_end = self._own_extent(layout)
         longest = max(
             1, self._capacity_bytes // layout.dtype.itemsize // max(1, members.world_size - 1)
         )
@@ -260,7 +300,7 @@ class GradientReducer:
         return finite
 
     def _show(self, bucket: GradientBucket, result: torch.Tensor | None, used: set[int]) -> None:
-        start = bucket.layout.cuts[self._communicator.members.group_rank]
+        start, _ = self._own_extent(bucket.layout)
         whole = {} if result is None else bucket.views(result, start)
         bucket.release()
         for slot in bucket.layout.slots:
@@ -275,7 +315,7 @@ class GradientReducer:
                 continue
             if before is not None:
                 gradient.add_(before)
-            gradient._averaged_by = self._mark  # type: ignore[attr-defined]  # noqa: SLF001 - our attribute on torch's object
+            self._mark.set_(gradient)
             parameter.grad = gradient
 
     def _partial_gradient(self, index: int) -> PartialGradient:
@@ -311,14 +351,22 @@ class GradientReducer:
             parameter = self.parameters[index]
             gradient = parameter.grad
             if gradient is not None and not self._is_own(gradient):
+                if not isinstance(gradient, PartialGradient):
+                    gradient = self._apart(gradient)
                 self._set_aside[index] = gradient
                 parameter.grad = None
 
+    def _apart(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient in memory of its own: a slot of a bucket is about to be used again."""
+        if gradient.untyped_storage().nbytes() == gradient.nbytes:
+            return gradient
+        copy = gradient.clone()
+        self._mark.set_(copy)
+        return copy
+
     def _is_own(self, gradient: torch.Tensor | None) -> bool:
         return not (
-            gradient is None
-            or isinstance(gradient, PartialGradient)
-            or getattr(gradient, "_averaged_by", None) is self._mark
+            gradient is None or isinstance(gradient, PartialGradient) or self._mark.is_on(gradient)
         )
 
     def _find_unreducible(self) -> Exception | None:

@@ -1,51 +1,43 @@
 """Gradients looked at as a whole, where each rank holds those of the parameters that it owns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
 from tensorplay.distributed.optim._core.collectives import Communicator
-from tensorplay.distributed.optim._core.gradient_norm import norm_across_ranks
 from tensorplay.distributed.optim._core.local_shard import is_dtensor
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
-from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
 from tensorplay.distributed.optim._core.ranks import GroupRank
 
 
-@torch.no_grad()
-def clip_grad_norm_(
-    communicator: Communicator,
-    parameters: Sequence[torch.Tensor],
-    owners: Sequence[GroupRank],
-    max_norm: float,
-    norm_type: float,
-    *,
-    error_if_nonfinite: bool,
-) -> torch.Tensor:
-    """See :meth:`ZeroRedundancyOptimizer.clip_grad_norm_`."""
+def find_unclippable(parameters: Iterable[torch.Tensor], norm_type: float) -> Exception | None:
+    """Why gradients can't be clipped, if they can't."""
     if norm_type <= 0:
-        raise ValueError(f"norm_type={norm_type} must be greater than 0; usual are 1, 2 and inf")
+        return ValueError(f"norm_type={norm_type} must be greater than 0; usual are 1, 2 and inf")
     if any(map(is_dtensor, parameters)):
-        raise TypeError("a DTensor's norm isn't known here; use torch.nn.utils.clip_grad_norm_()")
-    whole = [
-        (parameter.grad, owner)
-        for parameter, owner in zip(parameters, owners, strict=True)
-        if parameter.grad is not None and not isinstance(parameter.grad, PartialGradient)
-    ]
-    owned = [grad for grad, owner in whole if owner == communicator.members.group_rank]
-    norm = norm_across_ranks(communicator, owned, norm_type, parameters[0].device)
+        return TypeError("a DTensor's norm isn't known here; use torch.nn.utils.clip_grad_norm_()")
+    return None
+
+
+@torch.no_grad()
+def clip_by_norm_(
+    gradients: Iterable[torch.Tensor],
+    norm: torch.Tensor,
+    max_norm: float,
+    error_if_nonfinite: bool,
+) -> None:
+    """Scales ``gradients`` as ``torch.nn.utils.clip_grad_norm_`` does, given their norm."""
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
-            f"The total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be "
-            "clipped; pass error_if_nonfinite=False to scale by it anyway"
+            f"the norm of all gradients is {norm.item()}, so they can't be clipped by it; pass "
+            "error_if_nonfinite=False to scale by it anyway"
         )
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient, _ in whole:
+    for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)
-    for device, gradients in by_device.items():
-        torch._foreach_mul_(gradients, coefficient.to(device))
-    return norm
+    for device, members in by_device.items():
+        torch._foreach_mul_(members, coefficient.to(device))
 
 
 @torch.no_grad()

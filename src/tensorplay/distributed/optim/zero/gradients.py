@@ -41,6 +41,12 @@ class Gradients(Protocol):
     def reduce(self) -> None:
         """Averages these. Every rank must call it."""
 
+    def owned(self) -> list[torch.Tensor]:
+        """Tensors that together hold the averaged gradients of what this rank owns."""
+
+    def others(self) -> list[torch.Tensor]:
+        """The averaged gradients, as whole as they are here, of what other ranks own."""
+
     def forget(self) -> None:
         """Drops what isn't in any ``.grad``."""
 
@@ -55,19 +61,24 @@ class AveragedElsewhere:
     """Every rank has all averaged gradients when it steps.
 
     Args:
+        group_rank: this rank.
         module: must be ``None``: whoever averages the gradients takes care of the module.
     """
 
-    def __init__(self, module: nn.Module | None) -> None:
+    def __init__(self, group_rank: GroupRank, module: nn.Module | None) -> None:
+        self._group_rank = group_rank
         self._module = module
+        self._parameters: Sequence[torch.Tensor] = ()
+        self._owners: Sequence[GroupRank] = ()
 
     def add(
         self,
         parameters: Sequence[torch.Tensor],
         plan: ShardingPlan,
-        layouts: Sequence[BucketLayout],
+        layouts: Sequence[BucketLayout],  # noqa: ARG002 - the protocol has it
     ) -> None:
-        """Nothing to do."""
+        """Nothing to do but to know them."""
+        self._parameters, self._owners = parameters, plan.partition.owners
 
     def find_unfinished(self) -> Exception | None:
         """Nothing that this could know."""
@@ -79,6 +90,21 @@ class AveragedElsewhere:
 
     def reduce(self) -> None:
         """Nothing to do."""
+
+    def owned(self) -> list[torch.Tensor]:
+        """See :class:`Gradients`."""
+        return self._whole(own=True)
+
+    def others(self) -> list[torch.Tensor]:
+        """See :class:`Gradients`."""
+        return self._whole(own=False)
+
+    def _whole(self, *, own: bool) -> list[torch.Tensor]:
+        return [
+            parameter.grad
+            for parameter, owner in zip(self._parameters, self._owners, strict=True)
+            if (owner == self._group_rank) == own and parameter.grad is not None
+        ]
 
     def forget(self) -> None:
         """Nothing to do."""
@@ -153,11 +179,19 @@ class ReducedToOwners:
 
     def has_unreduced(self) -> bool:
         """Whether backward passes in ``no_sync()``, or the caller, left gradients here."""
-        return self.reducer.has_own_gradients()
+        return self.reducer.has_unreduced()
 
     def reduce(self) -> None:
         """See :class:`Gradients`."""
         self.reducer.reduce("step (reduce)")
+
+    def owned(self) -> list[torch.Tensor]:
+        """See :class:`Gradients`."""
+        return self.reducer.owned_stretches()
+
+    def others(self) -> list[torch.Tensor]:
+        """None: they are partial."""
+        return []
 
     def forget(self) -> None:
         """See :class:`Gradients`."""

@@ -18,6 +18,7 @@ from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
 from tensorplay.distributed.optim._core.collectives import CommunicationError, connect
 from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
+from tensorplay.distributed.optim._core.gradient_norm import norm_across_ranks
 from tensorplay.distributed.optim._core.local_shard import (
     is_dtensor,
     local_memory,
@@ -42,7 +43,11 @@ from tensorplay.distributed.optim.zero.checkpoint import (
     own_part,
     require_fit,
 )
-from tensorplay.distributed.optim.zero.clipping import clip_grad_norm_, gradient_from
+from tensorplay.distributed.optim.zero.clipping import (
+    clip_by_norm_,
+    find_unclippable,
+    gradient_from,
+)
 from tensorplay.distributed.optim.zero.coupled_optimizers import (
     refuse_coupled,
     refuse_coupling_options,
@@ -153,7 +158,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._gradients: Gradients = (
             ReducedToOwners(self._communicator, self._agreement, module)
             if shard_gradients
-            else AveragedElsewhere(module)
+            else AveragedElsewhere(self._communicator.members.group_rank, module)
         )
         error = None
         try:
@@ -347,15 +352,16 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 and no gradient changes. Also where ranks pass different arguments.
             TypeError: if a parameter is a ``DTensor``.
         """
-        self._settle_gradients("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type})
-        return clip_grad_norm_(
-            self._communicator,
-            self._parameters,
-            self._plan.partition.owners,
-            float(max_norm),
-            float(norm_type),
-            error_if_nonfinite=error_if_nonfinite,
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        self._settle_gradients(
+            "clip_grad_norm_",
+            {"max_norm": repr(max_norm), "norm_type": repr(norm_type)},
+            find_unclippable(self._parameters, norm_type),
         )
+        owned = self._gradients.owned()
+        norm = norm_across_ranks(self._communicator, owned, norm_type, self._parameters[0].device)
+        clip_by_norm_([*owned, *self._gradients.others()], norm, max_norm, error_if_nonfinite)
+        return norm
 
     def full_grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The averaged gradient of any parameter, on every rank. Every rank must call it.
