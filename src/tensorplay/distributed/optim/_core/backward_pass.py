@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 _queue_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001 - torch has no public name for it
@@ -39,6 +40,10 @@ class BackwardObserver(Protocol):
         """Later, when it turns out that the last pass was aborted by an exception."""
 
 
+_watchers = WeakIdKeyDictionary()
+"""The watcher of each parameter."""
+
+
 class _Token:
     """Lives as long as the callbacks of a pass."""
 
@@ -49,12 +54,17 @@ class BackwardPass:
     Passes that only compute gradients without accumulating them (``torch.autograd.grad``) aren't
     noticed.
 
+    A parameter has one watcher: who watches it next takes all parameters of the former over, so
+    that an optimizer built anew doesn't reduce beside its predecessor.
+
     Args:
-        observer: is told.
+        observer: is told as long as it exists; this doesn't keep it alive.
     """
 
     def __init__(self, observer: BackwardObserver) -> None:
-        self._observer = observer
+        self._observer = weakref.ref(observer)
+        self.was_replaced = False
+        """Whether another watcher has taken over, so that nothing is noticed here any more."""
         self._token: weakref.ref[_Token] | None = None
         self.armed_tasks: set[int] = set()
         """Graph tasks whose end we shall hear of."""
@@ -68,6 +78,11 @@ class BackwardPass:
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Adds parameters, which get the next indices; frozen ones are watched once thawed."""
         for parameter in parameters:
+            former = _watchers[parameter]() if parameter in _watchers else None
+            if former is not None and former is not self:
+                former.was_replaced = True
+                former.remove()
+            _watchers[parameter] = weakref.ref(self)
             hook = _hook_of(self, self._num_parameters, parameter)
             self._handles.append(_register(parameter, parameter.register_hook, hook))
             self._num_parameters += 1
@@ -94,7 +109,8 @@ class BackwardPass:
         if self._token is None or self._token() is not None:
             return False
         self._close()
-        self._observer.abandon()
+        if (observer := self._observer()) is not None:
+            observer.abandon()
         return True
 
     def remove(self) -> None:
@@ -115,7 +131,8 @@ class BackwardPass:
             self.fired.clear()
             self.num_begun += 1
             self._queue_end(task, token)
-            self._observer.begin()
+            if (observer := self._observer()) is not None:
+                observer.begin()
         else:
             self._queue_end(task, token)
         return True
@@ -131,7 +148,8 @@ class BackwardPass:
         outer: Any = torch._C._current_autograd_node()  # noqa: SLF001 - torch has no public name for it
         if outer is None:
             self._close()
-            self._observer.end()
+            if (observer := self._observer()) is not None:
+                observer.end()
             return
 
         def climb(_inputs: Any, _outputs: Any) -> None:

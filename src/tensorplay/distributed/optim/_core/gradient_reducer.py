@@ -15,7 +15,7 @@ Note [Unused parameters]
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,7 +65,6 @@ class GradientReducer:
         communicator: carries them.
         agreement: settles that all ranks reduce, and what.
         capacity_bytes: how much is received at a time.
-        after: called after each reduction, on every rank.
     """
 
     def __init__(
@@ -73,9 +72,9 @@ class GradientReducer:
         communicator: Communicator,
         agreement: Agreement,
         capacity_bytes: int,
-        after: Callable[[], None] = lambda: None,
     ) -> None:
-        self._after = after
+        self.divisor: float = communicator.members.world_size
+        """What sums are divided by."""
         self._communicator = communicator
         self._agreement = agreement
         self._capacity_bytes = capacity_bytes
@@ -144,6 +143,7 @@ class GradientReducer:
         """See :class:`BackwardObserver`."""
         self.abandon()
         if self._syncs:
+            self.before_backward_reduces()
             self.reduce("backward")
         else:
             self._has_unreduced_passes = True
@@ -155,6 +155,12 @@ class GradientReducer:
             bucket.disarm_(fired)
         for index in [index for index in self._set_aside if index not in fired]:
             self.parameters[index].grad = self._set_aside.pop(index)
+
+    def before_backward_reduces(self) -> None:
+        """Called when a backward pass has ended whose gradients are about to be reduced."""
+
+    def after_reduction(self) -> None:
+        """Called after each reduction, on every rank."""
 
     def forget(self) -> None:
         """Drops averages that were set aside, and what ``no_sync`` left; for ``zero_grad``."""
@@ -212,7 +218,7 @@ class GradientReducer:
         self._agree_on_finiteness([s for s in finite if s is not None], adds_up=adds_up)
         for index in list(self._set_aside):  # no rank had anything to add to them
             self.parameters[index].grad = self._set_aside.pop(index)
-        self._after()
+        self.after_reduction()
 
     def _agree_on_used(self, call: str) -> set[int]:
         """The parameters of which some rank has a gradient (Note [Unused parameters])."""
@@ -292,9 +298,7 @@ class GradientReducer:
             ) from error
         finite = None
         if transfer.contributions and transfer.destination is not None:
-            finite = average_(
-                transfer.destination, transfer.contributions, self._communicator.members.world_size
-            )
+            finite = average_(transfer.destination, transfer.contributions, self.divisor)
         if transfer.is_last:
             self._show(transfer.bucket, transfer.result, used)
         return finite

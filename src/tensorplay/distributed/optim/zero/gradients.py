@@ -4,9 +4,10 @@ Either something else averages them on every rank, usually ``DistributedDataPara
 optimizer reduces them to their owners itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from tensorplay.distributed.optim.zero.sharding_plan import CAPACITY_BYTES, Shar
 class Gradients(Protocol):
     """What :class:`ZeroRedundancyOptimizer` needs of either source."""
 
-    def add(
+    def watch(
         self,
         parameters: Sequence[torch.Tensor],
         plan: ShardingPlan,
@@ -32,16 +33,31 @@ class Gradients(Protocol):
     ) -> None:
         """Takes care of further parameters. Every rank must call it."""
 
+    can_follow: bool
+    """Whether a rank without inputs takes part in reductions of the others."""
+    divides_by_world_size: bool
+    """Whether such a rank counts as having contributed zeros."""
+
+    @property
+    def num_begun(self) -> int:
+        """How many backward passes this rank has begun."""
+
+    def divide_among(self, active: Sequence[GroupRank]) -> None:
+        """Notes which ranks have inputs."""
+
+    def reduce_nothing(self, num_begun: int) -> None:
+        """Takes part in a reduction after a backward pass of other ranks."""
+
     def find_unfinished(self) -> Exception | None:
         """An error if backward didn't get as far as it should have."""
 
     def has_unreduced(self) -> bool:
         """Whether there are gradients on this rank that :meth:`reduce` should average first."""
 
-    def reduce(self) -> None:
+    def reduce(self, call: str) -> None:
         """Averages these. Every rank must call it."""
 
-    def owned(self) -> list[torch.Tensor]:
+    def owned_stretches(self) -> list[torch.Tensor]:
         """Tensors that together hold the averaged gradients of what this rank owns."""
 
     def others(self) -> list[torch.Tensor]:
@@ -65,13 +81,17 @@ class AveragedElsewhere:
         module: must be ``None``: whoever averages the gradients takes care of the module.
     """
 
+    can_follow = False
+    divides_by_world_size = True
+    num_begun = 0
+
     def __init__(self, group_rank: GroupRank, module: nn.Module | None) -> None:
         self._group_rank = group_rank
         self._module = module
         self._parameters: Sequence[torch.Tensor] = ()
         self._owners: Sequence[GroupRank] = ()
 
-    def add(
+    def watch(
         self,
         parameters: Sequence[torch.Tensor],
         plan: ShardingPlan,
@@ -79,6 +99,12 @@ class AveragedElsewhere:
     ) -> None:
         """Nothing to do but to know them."""
         self._parameters, self._owners = parameters, plan.partition.owners
+
+    def divide_among(self, active: Sequence[GroupRank]) -> None:
+        """Nothing to do: whoever averages the gradients divides."""
+
+    def reduce_nothing(self, num_begun: int) -> None:
+        """Nothing to do."""
 
     def find_unfinished(self) -> Exception | None:
         """Nothing that this could know."""
@@ -88,10 +114,10 @@ class AveragedElsewhere:
         """No: that's somebody else's business."""
         return False
 
-    def reduce(self) -> None:
+    def reduce(self, call: str) -> None:
         """Nothing to do."""
 
-    def owned(self) -> list[torch.Tensor]:
+    def owned_stretches(self) -> list[torch.Tensor]:
         """See :class:`Gradients`."""
         return self._whole(own=True)
 
@@ -125,23 +151,34 @@ class AveragedElsewhere:
             )
 
 
-class ReducedToOwners:
+class ReducedToOwners(GradientReducer):
     """Gradients are reduced to their owners when backward ends; others see a part of nothing.
 
     Args:
         communicator: carries them.
         agreement: settles each reduction.
-        module: whose buffers follow those of group rank 0, if given.
+        module: whose buffers follow those of one rank, if given.
+        announce: refers to what is called before backward reduces, by ranks that have gradients.
+
+    Attributes:
+        divides_by_world_size: whether joined ranks count as having contributed zeros.
     """
 
+    can_follow = True
+
     def __init__(
-        self, communicator: Communicator, agreement: Agreement, module: nn.Module | None
+        self,
+        communicator: Communicator,
+        agreement: Agreement,
+        module: nn.Module | None,
+        announce: WeakMethod[Callable[[], None]],
     ) -> None:
-        self._communicator = communicator
+        super().__init__(communicator, agreement, CAPACITY_BYTES)
+        self._announce = announce
         self._module = module
-        self.reducer = GradientReducer(
-            communicator, agreement, CAPACITY_BYTES, after=self._replicate_buffers
-        )
+        self._source = GroupRank(0)
+        self.divides_by_world_size = True
+        self._is_unfinished = False
 
     def refuse(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raises ``TypeError`` for a ``DTensor``, whose gradient would have to be one too."""
@@ -153,7 +190,7 @@ class ReducedToOwners:
                     "parallelism average the gradients"
                 )
 
-    def add(
+    def watch(
         self,
         parameters: Sequence[torch.Tensor],
         plan: ShardingPlan,
@@ -161,46 +198,61 @@ class ReducedToOwners:
     ) -> None:
         """Brings them to rank 0's values, as DDP does at construction, and watches them."""
         tensors = dict.fromkeys(
-            parameters[len(self.reducer.parameters) :]
-            if self._module is None or self.reducer.parameters
+            parameters[len(self.parameters) :]
+            if self._module is None or self.parameters
             else [*parameters, *self._module.parameters(), *self._module.buffers()]
         )
         replicate_(self._communicator, tensors, GroupRank(0), CAPACITY_BYTES)
-        self.reducer.add(parameters, plan.specs, layouts)
+        self.add(parameters, plan.specs, layouts)
+
+    def begin(self) -> None:
+        """See :class:`BackwardObserver`."""
+        self._is_unfinished = False
+        super().begin()
+
+    def forget(self) -> None:
+        """Drops what isn't in any ``.grad``, and what is left of an aborted pass."""
+        self.backward_pass.settle_aborted()
+        self._is_unfinished = False
+        super().forget()
+
+    def divide_among(self, active: Sequence[GroupRank]) -> None:
+        """Notes which ranks have inputs: one of them has the buffers, and these may be the divisor."""
+        self._source = active[0]
+        self.divisor = (
+            self._communicator.members.world_size if self.divides_by_world_size else len(active)
+        )
+
+    def reduce_nothing(self, num_begun: int) -> None:
+        """Takes part in a reduction after a backward pass of other ranks."""
+        self.backward_pass.num_begun = num_begun
+        self.reduce("backward")
 
     def find_unfinished(self) -> Exception | None:
         """An error after a backward pass that ended in an exception."""
-        if not self.reducer.backward_pass.settle_aborted():
+        if self.backward_pass.was_replaced:
+            return RuntimeError(
+                "another optimizer with shard_gradients=True has been built on these parameters and "
+                "reduces their gradients now; go on with that one"
+            )
+        self._is_unfinished |= self.backward_pass.settle_aborted()
+        if not self._is_unfinished:
             return None
         return RuntimeError(
             "the last backward pass ended in an exception, so that its gradients were not reduced; "
             "call zero_grad() and repeat forward and backward before step()"
         )
 
-    def has_unreduced(self) -> bool:
-        """Whether backward passes in ``no_sync()``, or the caller, left gradients here."""
-        return self.reducer.has_unreduced()
-
-    def reduce(self) -> None:
-        """See :class:`Gradients`."""
-        self.reducer.reduce("step (reduce)")
-
-    def owned(self) -> list[torch.Tensor]:
-        """See :class:`Gradients`."""
-        return self.reducer.owned_stretches()
-
     def others(self) -> list[torch.Tensor]:
         """None: they are partial."""
         return []
 
-    def forget(self) -> None:
-        """See :class:`Gradients`."""
-        self.reducer.forget()
+    def before_backward_reduces(self) -> None:
+        """Tells the ranks without inputs."""
+        if (announce := self._announce()) is not None:
+            announce()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """See :class:`Gradients`."""
-        return self.reducer.no_sync()
-
-    def _replicate_buffers(self) -> None:
+    def after_reduction(self) -> None:
+        """Brings the module's buffers in step, as DDP does before the next forward."""
         if self._module is not None:
-            replicate_(self._communicator, self._module.buffers(), GroupRank(0), CAPACITY_BYTES)
+            replicate_(self._communicator, self._module.buffers(), self._source, CAPACITY_BYTES)

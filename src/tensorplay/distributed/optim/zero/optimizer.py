@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,12 @@ from tensorplay.distributed.optim.zero.gradients import (
     Gradients,
     ReducedToOwners,
 )
-from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
+from tensorplay.distributed.optim.zero.join import (
+    FollowWhenJoined,
+    JoinedCalls,
+    JoinRound,
+    StepWhenJoined,
+)
 from tensorplay.distributed.optim.zero.parameter_checks import (
     CURE,
     MetadataWatch,
@@ -150,13 +156,16 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             )
         Joinable.__init__(self)
         self._has_joined = False
+        self._is_following = False
         self._communicator = connect(process_group, type(self).__name__)
         self._agreement = Agreement(self._communicator, type(self).__name__)
         self.process_group = self._communicator.process_group
         self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
         self._consolidated: dict[str, Any] | None = None
         self._gradients: Gradients = (
-            ReducedToOwners(self._communicator, self._agreement, module)
+            ReducedToOwners(
+                self._communicator, self._agreement, module, WeakMethod(self._announce_backward)
+            )
             if shard_gradients
             else AveragedElsewhere(self._communicator.members.group_rank, module)
         )
@@ -181,7 +190,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         )
         self._buckets = ParameterBuckets(self._memories, self._communicator.members.group_rank)
         self._move_into_buckets("__init__", self._plan.layouts)
-        self._gradients.add(self._parameters, self._plan, self._plan.gradient_layouts)
+        self._gradients.watch(self._parameters, self._plan, self._plan.gradient_layouts)
 
     def _plan_and_build(
         self, params: Iterable[Any], optimizer_class: type[Optimizer], defaults: dict[str, Any]
@@ -270,7 +279,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             raise
         self._drop_placeholder_state()
         self._move_into_buckets("add_param_group", self._plan.layouts[len(plan.layouts) :])
-        self._gradients.add(
+        self._gradients.watch(
             self._parameters, self._plan, self._plan.gradient_layouts[len(plan.gradient_layouts) :]
         )
 
@@ -308,7 +317,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 flag=int(closure is None and self._gradients.has_unreduced()),
             )
         if some_unreduced:
-            self._gradients.reduce()
+            self._gradients.reduce("step (reduce)")
         loss, error = self._step_owned(closure, kwargs)
         with record_function(f"{type(self).__name__}.gather"):
             self._gather_parameters(error)
@@ -353,12 +362,18 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             TypeError: if a parameter is a ``DTensor``.
         """
         max_norm, norm_type = float(max_norm), float(norm_type)
+        self._announce(
+            "clip_grad_norm_",
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
         self._settle_gradients(
             "clip_grad_norm_",
             {"max_norm": repr(max_norm), "norm_type": repr(norm_type)},
             find_unclippable(self._parameters, norm_type),
         )
-        owned = self._gradients.owned()
+        owned = self._gradients.owned_stretches()
         norm = norm_across_ranks(self._communicator, owned, norm_type, self._parameters[0].device)
         clip_by_norm_([*owned, *self._gradients.others()], norm, max_norm, error_if_nonfinite)
         return norm
@@ -377,6 +392,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         """
         index = next((i for i, p in enumerate(self._parameters) if p is parameter), None)
         error = None
+        self._announce("full_grad", index=index)
         if index is None:
             error = ValueError("full_grad() needs a parameter that this optimizer was given")
         self._settle_gradients("full_grad", {"parameter": index}, error)
@@ -389,10 +405,47 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         problem = error or self._gradients.find_unfinished()
         flag = int(self._gradients.has_unreduced())
         if self._agreement.settle(call, arguments, problem, flag):
-            self._gradients.reduce()
+            self._gradients.reduce(f"{call} (reduce)")
+
+    def _announce_backward(self) -> None:
+        self._announce("backward", num_begun=self._gradients.num_begun)
+
+    def _announce(self, call: str, **arguments: Json) -> None:
+        """Inside ``Join``, tells the ranks that have joined what the active ones do."""
+        if not self._join_config.enable or self._has_joined or not self._gradients.can_follow:
+            return
+        if not self._join_config.is_first_joinable:
+            raise RuntimeError(
+                "with shard_gradients=True the optimizer must be the first or only joinable of Join"
+            )
+        Join.notify_join_context(self)
+        self._gradients.divide_among(JoinedCalls(self._communicator).announce(call, arguments))
+
+    def _follow(self) -> None:
+        """On a rank that has joined: takes part in one call of the active ones."""
+        if not self._is_following:
+            self._is_following = True
+            self.zero_grad()
+        call, arguments, active = JoinedCalls(self._communicator).follow()
+        self._gradients.divide_among(active)
+        self._has_joined = True
+        try:
+            if call == "backward":
+                self._gradients.reduce_nothing(**arguments)
+            elif call == "clip_grad_norm_":
+                self.clip_grad_norm_(**arguments)
+            elif call == "full_grad":
+                self.full_grad(self._parameters[arguments["index"]])
+            else:
+                self.step()
+                self.zero_grad()
+        finally:
+            self._has_joined = False
 
     def _take_part_in_join(self, closure: Callable[[], Any] | None) -> None:
-        if not self._has_joined:
+        if self._gradients.can_follow:
+            self._announce("step")
+        elif not self._has_joined:
             Join.notify_join_context(self)
         error = None
         if closure is not None:
@@ -406,7 +459,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             self._parameters,
             self._plan.partition.owners,
             self._device_of_type(),
-        ).run(self.param_groups, joined=self._has_joined, error=error)
+        ).run(
+            self.param_groups,
+            joined=self._has_joined,
+            error=error,
+            gradients=not self._gradients.can_follow,
+        )
 
     def _step_when_joined(self) -> None:
         self._has_joined = True
@@ -417,13 +475,17 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             for parameter in all_parameters(self.optim.param_groups):
                 parameter.grad = None  # they were received for this step only
 
-    def join_hook(self, **_kwargs: Any) -> JoinHook:
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook with which a rank that has run out of inputs goes on stepping its shard.
 
         For the ``Join`` of ``tensorplay.distributed.algorithms.join``, in any order, or torch's,
         with ``DistributedDataParallel`` first. The joined rank gets its shard's averaged gradients
         and the options of all groups from an active one.
         """
+        if self._gradients.can_follow:
+            self._is_following = False
+            self._gradients.divides_by_world_size = kwargs.get("divide_by_initial_world_size", True)
+            return FollowWhenJoined(self._follow)
         return StepWhenJoined(self._step_when_joined)
 
     @property
