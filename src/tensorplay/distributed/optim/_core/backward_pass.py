@@ -63,6 +63,8 @@ class BackwardPass:
         """How many passes have begun, the aborted ones included."""
         self.fired: list[int] = []
         """Indices of the parameters that got gradients in this pass, or the last; maybe twice."""
+        self.layouts: dict[int, torch.layout] = {}
+        """Those of gradients in this pass, or the last, that weren't dense, by parameter."""
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Adds parameters, which get the next indices; frozen ones are watched once thawed."""
@@ -70,8 +72,9 @@ class BackwardPass:
             hook = functools.partial(
                 _before_accumulation, weakref.ref(self), self._num_parameters, parameter
             )
-            self._handles.append(_register(parameter, parameter.register_hook, hook))
             self._num_parameters += 1
+            if parameter.is_floating_point() or parameter.is_complex():  # others get no gradients
+                self._handles.append(_register(parameter, parameter.register_hook, hook))
 
     def notify_ready(
         self, parameters: Sequence[torch.Tensor], ready: Callable[[int], None]
@@ -104,11 +107,13 @@ class BackwardPass:
             handle.remove()
         self._handles.clear()
 
-    def _before(self, index: int, parameter: torch.Tensor) -> None:
+    def _before(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
         if task not in self._armed_tasks and not self._arm(task, parameter):
             return
         self.fired.append(index)
+        if gradient.layout is not torch.strided:
+            self.layouts[index] = gradient.layout
 
     def _arm(self, task: int, parameter: torch.Tensor) -> bool:
         """Makes the end of this task known to us; false if it accumulates no gradients."""
@@ -120,6 +125,7 @@ class BackwardPass:
             token = _Token()
             self._token = weakref.ref(token)
             self.fired.clear()
+            self.layouts.clear()
             self.num_begun += 1
             self._queue_end(task, token)
             self._observer.begin()
@@ -155,11 +161,14 @@ class BackwardPass:
 
 
 def _before_accumulation(
-    observer: "weakref.ref[BackwardPass]", index: int, parameter: torch.Tensor, _: torch.Tensor
+    observer: "weakref.ref[BackwardPass]",
+    index: int,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor | None,
 ) -> None:
     self = observer()
-    if self is not None:
-        self._before(index, parameter)
+    if self is not None and gradient is not None:  # a function may return none
+        self._before(index, parameter, gradient)
 
 
 def _register(

@@ -324,9 +324,12 @@ class GradientReducer:
     def _find_unreducible(self) -> Exception | None:
         for index in self._reduced_by_default:
             gradient = self.parameters[index].grad
-            if gradient is not None and gradient.layout is not torch.strided:
+            if gradient is None:
+                continue
+            layout = self.backward_pass.layouts.get(index, gradient.layout)  # before it was added
+            if layout is not torch.strided:
                 return TypeError(
-                    f"the gradient of parameter {index} has layout {gradient.layout}; only dense "
+                    f"the gradient of parameter {index} has layout {layout}; only dense "
                     "gradients can be reduced to their owners: build the embedding with "
                     "sparse=False, or let DistributedDataParallel average the gradients"
                 )
