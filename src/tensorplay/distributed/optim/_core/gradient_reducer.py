@@ -86,6 +86,7 @@ class GradientReducer:
         self._sentinels: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._mark = object()
         self._syncs = True
+        self._counted_from = (0, 0)
         self.backward_pass = BackwardPass(self)
 
     def add(
@@ -126,6 +127,8 @@ class GradientReducer:
 
     def begin(self) -> None:
         """See :class:`BackwardObserver`."""
+        self._count_from(self.backward_pass.num_begun - 1)
+        self._drop_cleared()
         self._set_averages_aside()
         for bucket in self._buckets:
             if bucket.layout.trainable:
@@ -133,12 +136,18 @@ class GradientReducer:
 
     def end(self) -> None:
         """See :class:`BackwardObserver`."""
-        self.abandon()
+        self._disarm()
         if self._syncs:
             self.reduce("backward")
 
     def abandon(self) -> None:
         """See :class:`BackwardObserver`."""
+        gradients = [self.parameters[index].grad for index in set(self.backward_pass.fired)]
+        if not any(self._is_own(gradient) and gradient.any() for gradient in gradients):  # type: ignore[union-attr] # None is no own one
+            self.forget()  # somebody has zeroed them, who couldn't see what was set aside
+        self._disarm()
+
+    def _disarm(self) -> None:
         fired = set(self.backward_pass.fired)
         for bucket in self._buckets:
             bucket.disarm_(fired)
@@ -165,6 +174,7 @@ class GradientReducer:
                 of backward passes; on every rank, and the gradients stay as they were.
             CommunicationError: if the backend fails or a rank doesn't come in time.
         """
+        self._drop_cleared()
         self._set_averages_aside()
         adds_up = bool(self._set_aside)
         used = self._agree_on_used(call)
@@ -176,10 +186,14 @@ class GradientReducer:
 
     def _agree_on_used(self, call: str) -> set[int]:
         """The parameters of which some rank has a gradient (Note [Unused parameters])."""
+        self._count_from(self.num_begun)
         has = {index: self.parameters[index].grad is not None for index in self._reduced_by_default}
         unusual = self._agreement.settle(
             call,
-            {"backward passes begun (one more where an exception ended one)": self.num_begun},
+            {
+                "backward passes begun (one more where an exception ended one)": self.num_begun
+                - self._counted_from[1]
+            },
             self._find_unreducible(),
             flag=int(has != self._reduced_by_default),
         )
@@ -192,6 +206,11 @@ class GradientReducer:
         else:
             has = self._reduced_by_default
         return {index for index, is_used in has.items() if is_used}
+
+    def _count_from(self, num_begun: int) -> None:
+        """Begins to count passes anew once all ranks have been told of a disagreement."""
+        if self._agreement.num_refused != self._counted_from[0]:
+            self._counted_from = self._agreement.num_refused, num_begun
 
     def _transfers(self, used: set[int]) -> Iterator[_Transfer]:
         """Launches exchanges, and yields them in order, while the next are under way."""
@@ -305,6 +324,12 @@ class GradientReducer:
                 if place == device:
                     worst = torch.where(infinite.bool(), torch.inf, 0.0).to(sentinel.dtype)
                     sentinel.copy_(sentinel + worst if adds_up else worst)
+
+    def _drop_cleared(self) -> None:
+        """Follows a model's ``zero_grad()``, which can't see what was set aside."""
+        for index in list(self._set_aside):
+            if self.parameters[index].grad is None:
+                del self._set_aside[index]
 
     def _set_averages_aside(self) -> None:
         for index in self._reduced_by_default:
