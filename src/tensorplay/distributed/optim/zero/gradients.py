@@ -11,13 +11,18 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from tensorplay.distributed.optim._core.agreement import Agreement
+from tensorplay.distributed.optim._core.agreement import (
+    Agreement,
+    PeerError,
+    RankDisagreementError,
+)
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
-from tensorplay.distributed.optim._core.collectives import Communicator
+from tensorplay.distributed.optim._core.collectives import CommunicationError, Communicator
 from tensorplay.distributed.optim._core.gradient_reducer import GradientReducer
 from tensorplay.distributed.optim._core.local_shard import is_dtensor
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.replication import replicate_
+from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim.zero.sharding_plan import CAPACITY_BYTES, ShardingPlan
 
 
@@ -47,8 +52,14 @@ class Gradients(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside reduce nothing."""
 
+    def describe(self) -> Json:
+        """What must be the same on every rank at construction."""
+
     def refuse(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raises for parameters whose gradients can't come from here."""
+
+    def closure_returned(self, error: Exception | None) -> None:
+        """Tells other ranks that wait for this rank's backward if a closure has failed."""
 
 
 class AveragedElsewhere:
@@ -90,6 +101,15 @@ class AveragedElsewhere:
             "gradients, use its no_sync()"
         )
 
+    def describe(self) -> Json:
+        """Nothing of its own."""
+        return {"shard_gradients": False}
+
+    def closure_returned(self, error: Exception | None) -> None:
+        """Nothing to tell: whoever averages the gradients has to."""
+        if error is not None:
+            raise error
+
     def refuse(self, parameters: Sequence[torch.Tensor]) -> None:  # noqa: ARG002 - it takes any
         """Raises ``ValueError`` if a module was given."""
         if self._module is not None:
@@ -112,10 +132,31 @@ class ReducedToOwners:
         self, communicator: Communicator, agreement: Agreement, module: nn.Module | None
     ) -> None:
         self._communicator = communicator
+        self._agreement = agreement
         self._module = module
         self.reducer = GradientReducer(
             communicator, agreement, CAPACITY_BYTES, after=self._replicate_buffers
         )
+
+    def describe(self) -> Json:
+        """What is broadcast of the module: the ranks' must fit together."""
+        if self._module is None:
+            return {"shard_gradients": True, "module": None}
+        named = (
+            *self._module.named_parameters(remove_duplicate=False),
+            *self._module.named_buffers(remove_duplicate=False),
+        )
+        tensors = [
+            {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
+            for name, tensor in named
+        ]
+        return {"shard_gradients": True, "module": tensors}
+
+    def closure_returned(self, error: Exception | None) -> None:
+        """Settles that the closure has succeeded on every rank; every rank must call it."""
+        if isinstance(error, (PeerError, RankDisagreementError, CommunicationError)):
+            raise error  # every rank knows
+        self._agreement.settle("step (closure)", error=error)
 
     def refuse(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raises ``TypeError`` for a ``DTensor``, whose gradient would have to be one too."""

@@ -166,7 +166,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             if error
             else {
                 "parameters_as_bucket_view": self.parameters_as_bucket_view,
-                "shard_gradients": bool(shard_gradients),
+                "gradients": self._gradients.describe(),
                 **self._describe_parameters(),
                 **describe_options(self.param_groups),
                 "optimizer_class": f"{type(self.optim).__module__}.{type(self.optim).__qualname__}",
@@ -435,7 +435,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     ) -> tuple[Any, Exception | None]:
         def live_closure() -> Any:
             copy_options_(self.optim.param_groups, self.param_groups)
-            loss = closure()  # type: ignore[misc]
+            error, loss = None, None
+            try:
+                loss = closure()  # type: ignore[misc]
+            except Exception as problem:  # noqa: BLE001 - other ranks may wait for our backward
+                error = problem
+            self._gradients.closure_returned(error)
             copy_options_(self.param_groups, self.optim.param_groups)
             return loss
 
