@@ -33,7 +33,9 @@ def clip_grad_norm_(
         if parameter.grad is not None and not isinstance(parameter.grad, PartialGradient)
     ]
     owned = [grad for grad, owner in whole if owner == communicator.members.group_rank]
-    norm = norm_across_ranks(communicator, owned, norm_type, parameters[0].device)
+    doubles = any(parameter.dtype.to_real() is torch.float64 for parameter in parameters)
+    dtype = torch.float64 if doubles else torch.float32
+    norm = norm_across_ranks(communicator, owned, norm_type, parameters[0].device, dtype)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is {norm.item()}, so it cannot be "
