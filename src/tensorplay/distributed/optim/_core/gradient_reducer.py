@@ -318,7 +318,7 @@ class GradientReducer:
             local = [scalar for scalar in scalars if scalar.device == device]
             infinite = torch.zeros(1, dtype=torch.uint8, device=device)
             if local:
-                infinite += ~torch.isfinite(torch.stack(local).sum())
+                infinite += ~torch.isfinite(torch.stack(local)).all()  # a sum might overflow
             self._communicator.all_reduce_(infinite, "max").wait()
             for (_, place), sentinel in self._sentinels.items():
                 if place == device:
