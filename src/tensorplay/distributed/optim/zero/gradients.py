@@ -209,5 +209,9 @@ class ReducedToOwners:
         return self.reducer.no_sync()
 
     def _replicate_buffers(self) -> None:
-        if self._module is not None:
-            replicate_(self._communicator, self._module.buffers(), GroupRank(0), CAPACITY_BYTES)
+        if self._module is None:
+            return
+        # Autograd doesn't see these writes: what it saved of a normalisation's statistics it reads
+        # in evaluation mode only, when they don't change, but it would refuse a second backward.
+        buffers = [buffer.data for buffer in self._module.buffers()]
+        replicate_(self._communicator, buffers, GroupRank(0), CAPACITY_BYTES)
