@@ -74,6 +74,8 @@ class BackwardPass:
         """How many passes have begun, the aborted ones included."""
         self.fired: list[int] = []
         """Indices of the parameters that got gradients in this pass, or the last; maybe twice."""
+        self.layouts: dict[int, torch.layout] = {}
+        """Those of gradients in this pass, or the last, that weren't dense, by parameter."""
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Adds parameters, which get the next indices; frozen ones are watched once thawed."""
@@ -84,8 +86,9 @@ class BackwardPass:
                 former.remove()
             _watchers[parameter] = weakref.ref(self)
             hook = _hook_of(self, self._num_parameters, parameter)
-            self._handles.append(_register(parameter, parameter.register_hook, hook))
             self._num_parameters += 1
+            if parameter.is_floating_point() or parameter.is_complex():  # others get no gradients
+                self._handles.append(_register(parameter, parameter.register_hook, hook))
 
     def notify_ready(
         self, parameters: Sequence[torch.Tensor], ready: Callable[[int], None]
@@ -129,6 +132,7 @@ class BackwardPass:
             token = _Token()
             self._token = weakref.ref(token)
             self.fired.clear()
+            self.layouts.clear()
             self.num_begun += 1
             self._queue_end(task, token)
             if (observer := self._observer()) is not None:
@@ -167,19 +171,24 @@ class BackwardPass:
 
 def _hook_of(
     backward_pass: BackwardPass, index: int, parameter: torch.Tensor
-) -> Callable[[torch.Tensor], None]:
+) -> Callable[[torch.Tensor | None], None]:
     """A tensor hook, which autograd calls before it accumulates; it doesn't keep the pass alive."""
     reference = weakref.ref(backward_pass)
     armed_tasks, fired = backward_pass.armed_tasks, backward_pass.fired
+    layouts = backward_pass.layouts
     current_task = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name for it
 
-    def hook(_: torch.Tensor) -> None:
+    def hook(gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # a function may return none
+            return
         task = current_task()
         if task not in armed_tasks:
             observer = reference()
             if observer is None or not observer.arm(task, parameter):
                 return
         fired.append(index)
+        if gradient.layout is not torch.strided:
+            layouts[index] = gradient.layout
 
     return hook
 

@@ -21,6 +21,7 @@ def norm_across_ranks(
     gradients: Sequence[torch.Tensor],
     norm_type: float,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The norm of all ranks' gradients together, on every rank. Every rank must call it.
 
@@ -29,12 +30,15 @@ def norm_across_ranks(
         gradients: those that count here; each element counts on one rank.
         norm_type: p > 0 of the p-norm, or ``inf``.
         device: where to compute; the group must be able to send from it.
+        dtype: of the result, the same on every rank.
 
     Returns:
-        A float32 scalar on ``device`` (float64 if a gradient is); nothing waits for the device.
+        A scalar on ``device``; nothing waits for the device.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
+        if not gradient.numel():
+            continue
         kinds.setdefault((gradient.device, gradient.dtype), []).extend(_stretches(gradient))
     partial = torch.zeros((), dtype=torch.float64, device=device)
     for stretches in kinds.values():
@@ -47,11 +51,14 @@ def norm_across_ranks(
             partial = torch.maximum(partial, norms.max())
         else:
             partial = partial + norms.pow(norm_type).sum()
-    partial = partial.view(1)
-    communicator.all_reduce_(partial, "max" if math.isinf(norm_type) else "sum").wait()
-    total = partial[0] if math.isinf(norm_type) else partial[0].pow(1 / norm_type)
-    is_double = any(gradient.dtype.to_real() is torch.float64 for gradient in gradients)
-    return total if is_double else total.float()
+    if math.isinf(norm_type):
+        # A maximum over ranks may lose what isn't a number: that travels beside it.
+        facts = torch.stack([partial.nan_to_num(0.0, torch.inf), partial.isnan().double()])
+        communicator.all_reduce_(facts, "max").wait()
+        return torch.where(facts[1] > 0, torch.nan, facts[0]).to(dtype)
+    total = partial.view(1)
+    communicator.all_reduce_(total, "sum").wait()
+    return total[0].pow(1 / norm_type).to(dtype)
 
 
 def _like(stretch: torch.Tensor, real: torch.dtype) -> torch.dtype:
@@ -61,8 +68,7 @@ def _like(stretch: torch.Tensor, real: torch.dtype) -> torch.dtype:
 def _stretches(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
     gradient = gradient.detach()
     if gradient.numel() <= STRETCH_NUMEL:
-        if gradient.numel():
-            yield gradient
+        yield gradient
         return
     yield from torch.split(_flat(gradient), STRETCH_NUMEL)
 

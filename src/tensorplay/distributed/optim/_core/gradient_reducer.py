@@ -88,6 +88,7 @@ class GradientReducer:
         self._mark = AveragedMark()
         self._syncs = True
         self._has_unreduced_passes = False
+        self._counted_from = (0, 0)
         self.backward_pass = BackwardPass(self)
 
     def add(
@@ -134,6 +135,8 @@ class GradientReducer:
 
     def begin(self) -> None:
         """See :class:`BackwardObserver`."""
+        self._count_from(self.backward_pass.num_begun - 1)
+        self._drop_cleared()
         self._set_averages_aside()
         for bucket in self._buckets:
             if bucket.layout.trainable:
@@ -141,7 +144,7 @@ class GradientReducer:
 
     def end(self) -> None:
         """See :class:`BackwardObserver`."""
-        self.abandon()
+        self._disarm()
         if self._syncs:
             self.before_backward_reduces()
             self.reduce("backward")
@@ -150,6 +153,12 @@ class GradientReducer:
 
     def abandon(self) -> None:
         """See :class:`BackwardObserver`."""
+        gradients = [self.parameters[index].grad for index in set(self.backward_pass.fired)]
+        if not any(self._is_own(gradient) and gradient.any() for gradient in gradients):  # type: ignore[union-attr] # None is no own one
+            self.forget()  # somebody has zeroed them, who couldn't see what was set aside
+        self._disarm()
+
+    def _disarm(self) -> None:
         fired = set(self.backward_pass.fired)
         for bucket in self._buckets:
             bucket.disarm_(fired)
@@ -211,6 +220,7 @@ class GradientReducer:
             CommunicationError: if the backend fails or a rank doesn't come in time.
         """
         self._has_unreduced_passes = False
+        self._drop_cleared()
         self._set_averages_aside()
         adds_up = bool(self._set_aside)
         used = self._agree_on_used(call)
@@ -222,10 +232,14 @@ class GradientReducer:
 
     def _agree_on_used(self, call: str) -> set[int]:
         """The parameters of which some rank has a gradient (Note [Unused parameters])."""
+        self._count_from(self.num_begun)
         has = {index: self.parameters[index].grad is not None for index in self._reduced_by_default}
         unusual = self._agreement.settle(
             call,
-            {"backward passes begun (one more where an exception ended one)": self.num_begun},
+            {
+                "backward passes begun (one more where an exception ended one)": self.num_begun
+                - self._counted_from[1]
+            },
             self._find_unreducible(),
             flag=int(has != self._reduced_by_default),
         )
@@ -238,6 +252,11 @@ class GradientReducer:
         else:
             has = self._reduced_by_default
         return {index for index, is_used in has.items() if is_used}
+
+    def _count_from(self, num_begun: int) -> None:
+        """Begins to count passes anew once all ranks have been told of a disagreement."""
+        if self._agreement.num_refused != self._counted_from[0]:
+            self._counted_from = self._agreement.num_refused, num_begun
 
     def _transfers(self, used: set[int]) -> Iterator[_Transfer]:
         """Launches exchanges, and yields them in order, while the next are under way."""
@@ -343,12 +362,18 @@ class GradientReducer:
             local = [scalar for scalar in scalars if scalar.device == device]
             infinite = torch.zeros(1, dtype=torch.uint8, device=device)
             if local:
-                infinite += ~torch.isfinite(torch.stack(local).sum())
+                infinite += ~torch.isfinite(torch.stack(local)).all()  # a sum might overflow
             self._communicator.all_reduce_(infinite, "max").wait()
             for (_, place), sentinel in self._sentinels.items():
                 if place == device:
                     worst = torch.where(infinite.bool(), torch.inf, 0.0).to(sentinel.dtype)
                     sentinel.copy_(sentinel + worst if adds_up else worst)
+
+    def _drop_cleared(self) -> None:
+        """Follows a model's ``zero_grad()``, which can't see what was set aside."""
+        for index in list(self._set_aside):
+            if self.parameters[index].grad is None:
+                del self._set_aside[index]
 
     def _set_averages_aside(self) -> None:
         for index in self._reduced_by_default:
@@ -376,9 +401,12 @@ class GradientReducer:
     def _find_unreducible(self) -> Exception | None:
         for index in self._reduced_by_default:
             gradient = self.parameters[index].grad
-            if gradient is not None and gradient.layout is not torch.strided:
+            if gradient is None:
+                continue
+            layout = self.backward_pass.layouts.get(index, gradient.layout)  # before it was added
+            if layout is not torch.strided:
                 return TypeError(
-                    f"the gradient of parameter {index} has layout {gradient.layout}; only dense "
+                    f"the gradient of parameter {index} has layout {layout}; only dense "
                     "gradients can be reduced to their owners: build the embedding with "
                     "sparse=False, or let DistributedDataParallel average the gradients"
                 )

@@ -12,13 +12,18 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from tensorplay.distributed.optim._core.agreement import Agreement
+from tensorplay.distributed.optim._core.agreement import (
+    Agreement,
+    PeerError,
+    RankDisagreementError,
+)
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
-from tensorplay.distributed.optim._core.collectives import Communicator
+from tensorplay.distributed.optim._core.collectives import CommunicationError, Communicator
 from tensorplay.distributed.optim._core.gradient_reducer import GradientReducer
 from tensorplay.distributed.optim._core.local_shard import is_dtensor
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.replication import replicate_
+from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim.zero.sharding_plan import CAPACITY_BYTES, ShardingPlan
 
 
@@ -69,8 +74,14 @@ class Gradients(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside reduce nothing."""
 
+    def describe(self) -> Json:
+        """What must be the same on every rank at construction."""
+
     def refuse(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raises for parameters whose gradients can't come from here."""
+
+    def closure_returned(self, error: Exception | None) -> None:
+        """Tells other ranks that wait for this rank's backward if a closure has failed."""
 
 
 class AveragedElsewhere:
@@ -142,6 +153,15 @@ class AveragedElsewhere:
             "gradients, use its no_sync()"
         )
 
+    def describe(self) -> Json:
+        """Nothing of its own."""
+        return {"shard_gradients": False}
+
+    def closure_returned(self, error: Exception | None) -> None:
+        """Nothing to tell: whoever averages the gradients has to."""
+        if error is not None:
+            raise error
+
     def refuse(self, parameters: Sequence[torch.Tensor]) -> None:  # noqa: ARG002 - it takes any
         """Raises ``ValueError`` if a module was given."""
         if self._module is not None:
@@ -179,6 +199,26 @@ class ReducedToOwners(GradientReducer):
         self._source = GroupRank(0)
         self.divides_by_world_size = True
         self._is_unfinished = False
+
+    def describe(self) -> Json:
+        """What is broadcast of the module: the ranks' must fit together."""
+        if self._module is None:
+            return {"shard_gradients": True, "module": None}
+        named = (
+            *self._module.named_parameters(remove_duplicate=False),
+            *self._module.named_buffers(remove_duplicate=False),
+        )
+        tensors = [
+            {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
+            for name, tensor in named
+        ]
+        return {"shard_gradients": True, "module": tensors}
+
+    def closure_returned(self, error: Exception | None) -> None:
+        """Settles that the closure has succeeded on every rank; every rank must call it."""
+        if isinstance(error, (PeerError, RankDisagreementError, CommunicationError)):
+            raise error  # every rank knows
+        self._agreement.settle("step (closure)", error=error)
 
     def refuse(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raises ``TypeError`` for a ``DTensor``, whose gradient would have to be one too."""
@@ -254,5 +294,9 @@ class ReducedToOwners(GradientReducer):
 
     def after_reduction(self) -> None:
         """Brings the module's buffers in step, as DDP does before the next forward."""
-        if self._module is not None:
-            replicate_(self._communicator, self._module.buffers(), self._source, CAPACITY_BYTES)
+        if self._module is None:
+            return
+        # Autograd doesn't see these writes: what it saved of a normalisation's statistics it reads
+        # in evaluation mode only, when they don't change, but it would refuse a second backward.
+        buffers = [buffer.data for buffer in self._module.buffers()]
+        replicate_(self._communicator, buffers, self._source, CAPACITY_BYTES)

@@ -180,7 +180,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             if error
             else {
                 "parameters_as_bucket_view": self.parameters_as_bucket_view,
-                "shard_gradients": bool(shard_gradients),
+                "gradients": self._gradients.describe(),
                 **self._describe_parameters(),
                 **describe_options(self.param_groups),
                 "optimizer_class": f"{type(self.optim).__module__}.{type(self.optim).__qualname__}",
@@ -373,8 +373,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             {"max_norm": repr(max_norm), "norm_type": repr(norm_type)},
             find_unclippable(self._parameters, norm_type),
         )
+        doubles = any(p.dtype.to_real() is torch.float64 for p in self._parameters)
+        dtype = torch.float64 if doubles else torch.float32
         owned = self._gradients.owned_stretches()
-        norm = norm_across_ranks(self._communicator, owned, norm_type, self._parameters[0].device)
+        norm = norm_across_ranks(
+            self._communicator, owned, norm_type, self._parameters[0].device, dtype
+        )
         clip_by_norm_([*owned, *self._gradients.others()], norm, max_norm, error_if_nonfinite)
         return norm
 
@@ -503,7 +507,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     ) -> tuple[Any, Exception | None]:
         def live_closure() -> Any:
             copy_options_(self.optim.param_groups, self.param_groups)
-            loss = closure()  # type: ignore[misc]
+            error, loss = None, None
+            try:
+                loss = closure()  # type: ignore[misc]
+            except Exception as problem:  # noqa: BLE001 - other ranks may wait for our backward
+                error = problem
+            self._gradients.closure_returned(error)
             copy_options_(self.param_groups, self.optim.param_groups)
             return loss
 
