@@ -105,6 +105,10 @@ class DDPGradients:
             return buffer
 
         done: torch.futures.Future[torch.Tensor] = torch.futures.collect_all(launched).then(step)
+        if task == -1:  # no backward: this rank has joined, and follows that of the others
+            done.wait()
+            if bucket.is_last():
+                self._end()
         return done
 
     def _end(self) -> None:

@@ -118,13 +118,9 @@ class WatchedModule:
                 continue
             raise RuntimeError(
                 f"{name!r} of {type(owner).__name__} is no longer the parameter that is updated inside "
-                "backward, so that its updates would be lost. "
-                + (
-                    "Call fully_shard first, then apply_optimizer_in_backward with the new parameters"
-                    if is_dtensor(new)
-                    else "Call remove() on what apply_optimizer_in_backward has returned, and call it "
-                    "again with the new parameters"
-                )
+                "backward, so that its updates would be lost. Call remove() on what "
+                "apply_optimizer_in_backward has returned, and call it again with the new parameters "
+                "(where fully_shard has replaced them: only after fully_shard)"
             )
 
     def _look_for_ddp(self) -> None:
