@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-BUCKET_NBYTES = 1 << 20
+BUCKET_NBYTES = 4 << 20
 """Parameters are stepped together when they have this size; a larger one is stepped at once."""
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__  # noqa: SLF001 - torch has no public name for it

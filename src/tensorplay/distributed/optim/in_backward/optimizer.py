@@ -63,7 +63,7 @@ def apply_optimizer_in_backward(
     """Has ``params`` updated inside ``backward()``, and their gradients freed there.
 
     As soon as a parameter's gradient is complete, the parameter is stepped and its ``.grad`` is set
-    to ``None``: a large one alone, small ones together in buckets of 1 MB. So at most the largest
+    to ``None``: a large one alone, small ones together in buckets of 4 MB. So at most the largest
     gradient and one bucket of others are alive, instead of all of them. The result equals that of
     ``optimizer_class`` stepped after backward, bit for bit if its kernel treats each parameter
     alike. A loop that trains with it has neither ``step()`` nor ``zero_grad()``.
