@@ -300,6 +300,16 @@ def connect(process_group: dist.ProcessGroup | None, user: str) -> GroupCommunic
     return GroupCommunicator(group)
 
 
+def start_all_reduce_(
+    tensor: torch.Tensor, process_group: dist.ProcessGroup
+) -> torch.futures.Future[torch.Tensor]:
+    """Sums ``tensor`` over the ranks in place, for a communication hook of DDP, which wants a future."""
+    work = dist.all_reduce(tensor, group=process_group, async_op=True)
+    assert work is not None  # noqa: S101 - narrows a type; this rank is a member
+    future: torch.futures.Future[torch.Tensor] = work.get_future()
+    return future
+
+
 def _launched(work: dist.Work | None, what: str) -> Works:
     return Works([(work, what)] if work is not None else [])
 
