@@ -29,7 +29,7 @@ def test_chunks_do_not_show(dtype: torch.dtype, count: int) -> None:
         before = [each.clone() for each in contributions]
         assert average_(destination, contributions, count).isfinite()
         require_equal(expected, destination, f"{numel} elements")
-        require_equal(before, contributions)
+        require_equal(before[1:], contributions[1:], "all but the first, which is scratch")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -47,7 +47,6 @@ def test_contributions_in_part_of_a_larger_memory() -> None:
     parts = [memory[0:10], memory[10:20], memory[20:30]]
     average_(parts[1], parts, 3)
     assert torch.equal(memory[10:20], torch.arange(10.0, 20.0))
-    assert torch.equal(memory[:10], torch.arange(10.0))
     assert torch.equal(memory[20:], torch.arange(20.0, 30.0))
 
 
