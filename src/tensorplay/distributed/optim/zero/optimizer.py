@@ -731,7 +731,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             if parameter not in self._placeholders
             for tensor in _tensors_in(state)
         )
-        return ShardingReport.of(self._plan, self._communicator.members.group_rank, state_bytes)
+        return ShardingReport.of(
+            self._plan,
+            self._communicator.members.group_rank,
+            state_bytes,
+            reduces=self._gradients.can_follow,
+        )
 
     def __repr__(self) -> str:
         members = self._communicator.members
