@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorplay.distributed.optim._core.mean import mean_
 from tensorplay.distributed.optim._core.ranks import GlobalRank, GroupMembers, GroupRank
 
 WAIT_TIMEOUT_S = 10.0
@@ -166,30 +165,22 @@ class FakeCommunicator:
             gathering.wait()
         return gathering
 
-    def average_(
-        self, flat: torch.Tensor, scratch: torch.Tensor, contributors: Sequence[GroupRank]
-    ) -> _Deferred:
+    def average_(self, flat: torch.Tensor, contributors: Sequence[GroupRank]) -> _Deferred:
         assert flat.is_contiguous()
-        assert scratch.numel() >= self.scratch_numel(flat.numel(), flat.device)
-        rank = self.members.group_rank
         self._count("average_", flat.nbytes)
         signature = ("average_", flat.numel(), flat.dtype, tuple(contributors))
         number = self._post(signature, flat.detach().clone())
 
         def finish() -> None:
-            scratch.zero_()  # it was the verb's to use
-            values = self._world.collect(number, rank, signature)
-            mean_([values[contributor] for contributor in contributors], flat.detach())
+            values = self._world.collect(number, self.members.group_rank, signature)
+            mean = torch.stack([values[rank] for rank in contributors]).mean(0)
+            flat.detach().copy_(mean)
             self.received.append(Message("average_", flat.nbytes))
 
         averaging = _Deferred(finish)
         if not self._deferred:
             averaging.wait()
         return averaging
-
-    def scratch_numel(self, numel: int, device: torch.device) -> int:
-        assert self.can_send(device)
-        return numel
 
     def send(self, tensor: torch.Tensor, target: GroupRank) -> _Deferred:
         assert tensor.is_contiguous()

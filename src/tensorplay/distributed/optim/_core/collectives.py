@@ -6,12 +6,6 @@ Note [Strategies]
     takes uneven slices. On NCCL an even all-gather is one kernel, in place. So the verb chooses by
     backend and by the cuts; callers see no difference.
 
-Note [Averaging]
-    On gloo a sum over ranks and a division cost more than sending slices to their owners, who write
-    the mean (:mod:`mean` says why not a sum) and send it to all; of two ranks, each simply sends the
-    other everything, which is as many bytes in one phase instead of two. What arrives needs memory:
-    the caller lends it. Other backends have a kernel for it.
-
 Note [Control group]
     Agreements are a few integers that the host must read. On a group without a CPU backend they
     would wait for the device's queue, so such a group gets a gloo companion of the same members.
@@ -28,12 +22,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from tensorplay.distributed.optim._core.mean import mean_
-from tensorplay.distributed.optim._core.partition import partition_elements
 from tensorplay.distributed.optim._core.ranks import GroupMembers, GroupRank
 
 # The name that torch gave the same collective in 2.13, or the older one, which 2.13 deprecates.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_BACKENDS_THAT_AVERAGE = frozenset({"gloo", "nccl"})
 
 
 class Waitable(Protocol):
@@ -57,24 +51,13 @@ class Communicator(Protocol):
     def gather_from_owners(self, flat: torch.Tensor, cuts: Sequence[int]) -> Waitable:
         """Fills ``flat`` in place: each rank's slice ``[cuts[r], cuts[r+1])`` comes from rank r."""
 
-    def average_(
-        self, flat: torch.Tensor, scratch: torch.Tensor, contributors: Sequence[GroupRank]
-    ) -> Waitable:
+    def average_(self, flat: torch.Tensor, contributors: Sequence[GroupRank]) -> Waitable:
         """Gives every rank the mean of the contributors' ``flat``, in place.
 
-        Equal values stay exactly as they are, except on NCCL for some numbers of ranks.
-
         Args:
-            flat: ``(numel,)``, floating or complex, the same length on every rank.
-            scratch: ``(scratch_numel(numel),)`` of the same dtype and device, in use until awaited.
-            contributors: whose values count, ascending, at least one; the same on every rank.
-
-        Returns:
-            To be awaited in the order of launch.
+            flat: ``(numel,)`` real floating-point numbers, as many on every rank.
+            contributors: whose values count, at least one; the same on every rank.
         """
-
-    def scratch_numel(self, numel: int, device: torch.device) -> int:
-        """How much memory :meth:`average_` needs for ``numel`` elements. No communication."""
 
     def send(self, tensor: torch.Tensor, target: GroupRank) -> Waitable:
         """Sends a contiguous tensor; only the sender and ``target`` call."""
@@ -139,13 +122,7 @@ def _failure(work: dist.Work) -> RuntimeError | None:
 class GroupCommunicator:
     """The verbs over a ``torch.distributed`` process group, of which this rank is a member.
 
-        Construction is collective where the group has no CPU backend (Note [Averaging]
-        On gloo a sum over ranks and a division cost more than sending slices to their owners, who write
-        the mean (:mod:`mean` says why not a sum) and send it to all; of two ranks, each simply sends the
-        other everything, which is as many bytes in one phase instead of two. What arrives needs memory:
-        the caller lends it. Other backends have a kernel for it.
-
-    Note [Control group]).
+    Construction is collective where the group has no CPU backend (Note [Control group]).
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -209,42 +186,18 @@ class GroupCommunicator:
             ]
         )
 
-    def average_(
-        self, flat: torch.Tensor, scratch: torch.Tensor, contributors: Sequence[GroupRank]
-    ) -> Waitable:
-        """See :class:`Communicator`; Note [Averaging] says how."""
-        if not self._averages_by_hand(flat.device):
-            return self._all_reduce_mean(flat, contributors)
-        if self.members.world_size == 1:
-            return Works([])
-        if self.members.world_size == 2:
-            return _Exchange(self, flat, scratch, contributors)
-        return _ReduceThenGather(self, flat, scratch, contributors)
-
-    def scratch_numel(self, numel: int, device: torch.device) -> int:
+    def average_(self, flat: torch.Tensor, contributors: Sequence[GroupRank]) -> Waitable:
         """See :class:`Communicator`."""
-        if not self._averages_by_hand(device):
-            return 0
-        world_size = self.members.world_size
-        return (world_size - 1) * (numel if world_size == 2 else -(-numel // world_size))
-
-    def _averages_by_hand(self, device: torch.device) -> bool:
-        return device.type == "cpu" and self._backends["cpu"] == "gloo"
-
-    def _all_reduce_mean(self, flat: torch.Tensor, contributors: Sequence[GroupRank]) -> Waitable:
-        payload = torch.view_as_real(flat) if flat.is_complex() else flat
-        what = "from all ranks"
-        if (
-            self._backends[flat.device.type] == "nccl"
-            and len(contributors) == self.members.world_size
-        ):
-            op, finish = dist.ReduceOp.AVG, None
+        backend = self._backends[flat.device.type]
+        everyone = len(contributors) == self.members.world_size
+        if everyone and backend in _BACKENDS_THAT_AVERAGE:
+            op, divisor = dist.ReduceOp.AVG, 1
         else:
-            if self.members.group_rank not in contributors:
-                payload.zero_()
-            op, finish = dist.ReduceOp.SUM, payload
-        work = dist.all_reduce(payload, op, group=self.process_group, async_op=True)
-        return _Divided(Works([(work, what)]), finish, len(contributors))
+            op, divisor = dist.ReduceOp.SUM, len(contributors)
+        if self.members.group_rank not in contributors:
+            flat.zero_()
+        work = dist.all_reduce(flat, op, group=self.process_group, async_op=True)
+        return _Divided(_launched(work, "from all ranks"), flat, divisor)
 
     def send(self, tensor: torch.Tensor, target: GroupRank) -> Waitable:
         """See :class:`Communicator`."""
@@ -292,84 +245,18 @@ class GroupCommunicator:
         return [message[8:][: int.from_bytes(message[:8], "little")] for message in messages]
 
 
-class _Exchange:
-    """The mean of two ranks: each gets all of the other's values."""
-
-    def __init__(
-        self,
-        communicator: GroupCommunicator,
-        flat: torch.Tensor,
-        scratch: torch.Tensor,
-        contributors: Sequence[GroupRank],
-    ) -> None:
-        own = communicator.members.group_rank
-        other = GroupRank(1 - own)
-        self._flat = flat
-        self._values = {own: flat, other: scratch[: flat.numel()]}
-        self._contributors = contributors
-        self._works: list[Waitable] = []
-        if other in contributors:
-            self._works.append(communicator.receive_(self._values[other], other))
-        if own in contributors:
-            self._works.append(communicator.send(flat, other))
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        mean_([self._values[rank] for rank in self._contributors], self._flat)
-
-
-class _ReduceThenGather:
-    """Every rank receives its slice from the contributors, writes the mean, and sends it to all."""
-
-    def __init__(
-        self,
-        communicator: GroupCommunicator,
-        flat: torch.Tensor,
-        scratch: torch.Tensor,
-        contributors: Sequence[GroupRank],
-    ) -> None:
-        members = communicator.members
-        own = members.group_rank
-        self._communicator = communicator
-        self._flat = flat
-        self._cuts = partition_elements(flat.numel(), members.world_size)
-        self._slice = flat[self._cuts[own] : self._cuts[own + 1]]
-        self._values = []
-        self._works: list[Waitable] = []
-        places = iter(torch.split(scratch, max(1, self._slice.numel())))
-        for rank in contributors:
-            self._values.append(self._slice if rank == own else next(places, scratch[:0]))
-        # Each rank begins with another peer, so that nobody is everyone's first.
-        for rank in _beginning_after(own, members.world_size):
-            start, end = self._cuts[rank], self._cuts[rank + 1]
-            if own in contributors and start < end:
-                self._works.append(communicator.send(flat[start:end], rank))
-            if rank in contributors and self._slice.numel():
-                place = self._values[contributors.index(rank)]
-                self._works.append(communicator.receive_(place, rank))
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        mean_(self._values, self._slice)
-        self._communicator.gather_from_owners(self._flat, self._cuts).wait()
-
-
-def _beginning_after(group_rank: GroupRank, world_size: int) -> list[GroupRank]:
-    return [GroupRank((group_rank + distance) % world_size) for distance in range(1, world_size)]
-
-
 class _Divided:
-    def __init__(self, works: Works, payload: torch.Tensor | None, divisor: int) -> None:
+    """A sum that becomes a mean when it is awaited."""
+
+    def __init__(self, works: Works, flat: torch.Tensor, divisor: int) -> None:
         self._works = works
-        self._payload = payload
+        self._flat = flat
         self._divisor = divisor
 
     def wait(self) -> None:
         self._works.wait()
-        if self._payload is not None:
-            self._payload.div_(self._divisor)
+        if self._divisor != 1:
+            self._flat.div_(self._divisor)
 
 
 def connect(process_group: dist.ProcessGroup | None, user: str) -> GroupCommunicator:

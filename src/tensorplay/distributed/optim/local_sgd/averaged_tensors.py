@@ -1,16 +1,19 @@
-"""The memory of an average: the tensors themselves, and what they are packed into."""
+"""The memory of an average: the tensors themselves, and the buckets they are packed into."""
 
+import ctypes
+import hashlib
 import operator
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from tensorplay.distributed.optim._core.local_shard import local_memory
+from tensorplay.distributed.optim._core.local_shard import is_dtensor, local_memory
 from tensorplay.distributed.optim._core.parameter_spec import describe_parameters, is_dense
-from tensorplay.distributed.optim.local_sgd.averaging_plan import AveragingPlan, Bucket, Stretch
+from tensorplay.distributed.optim.local_sgd.averaging_plan import Parcel, plan_parcels
 
-ALIGNMENT_BYTES = 64
+SAMPLE_NUMEL = 1000
 
 
 class AveragedTensors:
@@ -22,83 +25,103 @@ class AveragedTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
-        memories = [local_memory(tensor).detach() for tensor in tensors]
-        dense = [is_dense(memory) for memory in memories]
-        self.plan = AveragingPlan.of(describe_parameters(tensors), dense)
-        self._memories = memories
-        # In memory order, whatever the strides: cheap to cut, to pack and to unpack.
+        self._memories = [local_memory(tensor).detach() for tensor in tensors]
+        dense = [is_dense(memory) for memory in self._memories]
+        self.specs = describe_parameters(tensors)
+        self.parcels = plan_parcels(self.specs, dense)
+        # In memory order, whatever the strides; complex numbers as pairs of real ones.
         self._flats = [
-            memory.as_strided((memory.numel(),), (1,)) if is_flat else None
-            for memory, is_flat in zip(memories, dense, strict=True)
+            _as_real(memory.as_strided((memory.numel(),), (1,)) if is_flat else memory)
+            for memory, is_flat in zip(self._memories, dense, strict=True)
         ]
-        self._pointers = [memory.data_ptr() for memory in memories]
+        self._have_dtensors = any(map(is_dtensor, tensors))
+        self._places = self._places_of(tensors)
 
     def are(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are the same tensors, still in the same memory."""
         return (
             len(tensors) == len(self.tensors)
             and all(map(operator.is_, tensors, self.tensors))
-            and [local_memory(tensor).data_ptr() for tensor in tensors] == self._pointers
-            and all(
-                tensor.dtype == memory.dtype and tensor.shape == memory.shape
-                for tensor, memory in zip(map(local_memory, tensors), self._memories, strict=True)
-            )
+            and self._places_of(tensors) == self._places
         )
 
-    def stretch(self, stretch: Stretch) -> torch.Tensor:
-        """``(numel,)``: the stretch itself, no copy."""
-        flat = self._flats[stretch.tensor]
-        assert flat is not None  # noqa: S101 - only dense tensors are planned in stretches
-        return flat[stretch.start : stretch.end]
+    def _places_of(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        memories = map(local_memory, tensors) if self._have_dtensors else tensors
+        return [(memory.data_ptr(), memory.dtype, memory.shape) for memory in memories]
 
-    def pack_(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Copies the bucket's tensors into ``flat``."""
-        torch.cat([self._flat_copy_of(index) for index in bucket.tensors], out=flat)
+    def flat(self, parcel: Parcel) -> torch.Tensor:
+        """``(numel,)``: what travels of a parcel that isn't packed; no copy."""
+        return self._flats[parcel.pieces[0].tensor]
 
-    def unpack_(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Copies ``flat`` back to where the bucket's tensors live."""
-        flats = [self._flats[index] for index in bucket.tensors]
-        whole = [each for each in flats if each is not None]
-        sizes = [self._memories[index].numel() for index in bucket.tensors]
-        if len(whole) == len(flats):
-            torch.split_with_sizes_copy(flat, sizes, out=whole)
+    def pack_(self, parcel: Parcel, bucket: torch.Tensor) -> None:
+        """Copies the parcel into ``bucket``, which is ``(numel,)``."""
+        torch.cat([part.reshape(-1) for part in self._parts(parcel)], out=bucket)
+
+    def unpack_(self, parcel: Parcel, bucket: torch.Tensor) -> None:
+        """Copies ``bucket`` back to where the parcel came from."""
+        parts = self._parts(parcel)
+        sizes = [piece.numel for piece in parcel.pieces]
+        if all(part.dtype == bucket.dtype and part.dim() == 1 for part in parts):
+            torch.split_with_sizes_copy(bucket, sizes, out=parts)
             return
-        for index, part in zip(bucket.tensors, torch.split(flat, sizes), strict=True):
-            self._memories[index].copy_(part.view(self._memories[index].shape))
+        for part, values in zip(parts, torch.split(bucket, sizes), strict=True):
+            part.copy_(values.view(part.shape))
 
-    def _flat_copy_of(self, index: int) -> torch.Tensor:
-        flat = self._flats[index]
-        return self._memories[index].reshape(-1) if flat is None else flat
+    def _parts(self, parcel: Parcel) -> list[torch.Tensor]:
+        return [
+            flat
+            if piece.numel == (flat := self._flats[piece.tensor]).numel()
+            else flat[piece.start : piece.end]
+            for piece in parcel.pieces
+        ]
+
+    def sample(self) -> bytes:
+        """A digest of some elements from all over the largest tensor."""
+        largest = max(self._flats, key=torch.Tensor.numel)
+        step = max(1, largest.numel() // SAMPLE_NUMEL)
+        return _digest([largest.reshape(-1)[::step]])
+
+    def digest(self) -> bytes:
+        """A digest of all bits of all tensors; as slow as hashing is."""
+        return _digest(self._flats)
 
 
-class RingMemory:
-    """Memory that is lent piece by piece and comes back in the order in which it was lent."""
+class BucketMemory:
+    """Two buckets, used in turn and allocated when they are needed.
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._next = 0
-        self._lent: deque[int] = deque()
-        self._num_lent = 0
+    They stay until the tensors change.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """All of it."""
-        return self._memory.numel()
+    def __init__(self, parcels: Sequence[Parcel], device: torch.device) -> None:
+        self._nbytes = max(parcel.nbytes for parcel in parcels)
+        self._device = device
+        self._free: deque[torch.Tensor] = deque()
+        self._num_unmade = min(2, len(parcels))
 
-    def take(self, nbytes: int) -> torch.Tensor | None:
-        """``(nbytes,)`` bytes, or ``None`` while too much is lent."""
-        needed = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        skipped = self.nbytes - self._next if self._next + needed > self.nbytes else 0
-        if self._num_lent + skipped + needed > self.nbytes:
+    def take(self) -> torch.Tensor | None:
+        """A bucket, or ``None`` while both are in use."""
+        if self._free:
+            return self._free.popleft()
+        if not self._num_unmade:
             return None
-        start = 0 if skipped else self._next
-        self._next = start + needed
-        self._lent.append(skipped + needed)
-        self._num_lent += skipped + needed
-        return self._memory[start : start + nbytes]
+        self._num_unmade -= 1
+        return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
 
-    def give_back(self) -> None:
-        """Ends the oldest loan."""
-        self._num_lent -= self._lent.popleft()
-        if not self._lent:
-            self._next = 0
+    def give_back(self, bucket: torch.Tensor) -> None:
+        """Lets the next one have it."""
+        self._free.append(bucket)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_complex():
+        return tensor
+    real = torch.view_as_real(tensor)
+    return real.view(-1) if tensor.dim() == 1 and tensor.is_contiguous() else real
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
+    hashed = hashlib.blake2b(digest_size=7)
+    for tensor in tensors:
+        elements = tensor.reshape(-1).contiguous().view(torch.uint8).cpu()
+        hashed.update((ctypes.c_char * elements.numel()).from_address(elements.data_ptr()))
+    return hashed.digest()

@@ -1,6 +1,7 @@
 """Model averagers: when, and over which ranks, parameters are replaced by their mean."""
 
 import copy
+import operator
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -209,7 +210,7 @@ class ScheduledAverager(ModelAverager):
 
         A parameter that was trained and is frozen now still differs from rank to rank.
         """
-        given = list(tensors_of(params))
+        given = tensors_of(params)
         if not _are_same(given, self._given):
             self._given = given
             self._choose_anew()
@@ -373,7 +374,7 @@ class HierarchicalModelAverager(ScheduledAverager):
         return [self.process_group, *self.period_process_group_dict.values()]
 
 
-def tensors_of(params: Averaged) -> Iterable[torch.Tensor]:
+def tensors_of(params: Averaged) -> list[torch.Tensor]:
     """The tensors in parameters or param groups, in order.
 
     Raises:
@@ -381,16 +382,18 @@ def tensors_of(params: Averaged) -> Iterable[torch.Tensor]:
     """
     if isinstance(params, torch.Tensor):
         raise NotImplementedError("one tensor is not a list of parameters; put it into a list")
+    tensors: list[torch.Tensor] = []
     for each in params:
-        if isinstance(each, dict):
-            yield from each["params"]
-        elif isinstance(each, torch.Tensor):
-            yield each
+        if isinstance(each, torch.Tensor):
+            tensors.append(each)
+        elif isinstance(each, dict):
+            tensors.extend(each["params"])
         else:
             raise NotImplementedError(
                 f"{each!r} of type {type(each).__name__} can't be averaged; pass parameters, or the "
                 "param groups of an optimizer"
             )
+    return tensors
 
 
 def may_change(tensor: torch.Tensor) -> bool:
@@ -401,7 +404,7 @@ def may_change(tensor: torch.Tensor) -> bool:
 
 
 def _are_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _is_member(process_group: Any) -> bool:

@@ -1,136 +1,118 @@
-"""The plan of an average: which tensors travel together, and which from their own memory.
+"""The plan of an average: which tensors travel from where they are, and which packed together.
 
-Large tensors are averaged where they are, in stretches. Small ones are packed into buckets, tightly,
-because what pads them would be averaged too.
+Large tensors are averaged in their own memory. Small ones are packed into buckets, tightly, because
+what pads them would be averaged too. Types below 32 bits are packed as float32, in which their sum
+keeps its bits.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 
-BUCKET_BYTES = 4 * 1024 * 1024
-"""Of a bucket of small tensors, or of a stretch of a large one, at most."""
+BUCKET_BYTES = 12 * 1024 * 1024
+"""Of a bucket at most; two of them are in use at a time."""
 
 IN_PLACE_FROM_BYTES = 256 * 1024
 """Tensors of at least this size are averaged in their own memory."""
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A part of one tensor, averaged in place: its elements ``[start, end)`` in memory order.
-
-    Attributes:
-        tensor: its index.
-        alone: nothing else may be under way with it, since it shares memory with others.
-    """
+class Piece:
+    """A part of one tensor: its elements ``[start, end)`` in memory order."""
 
     tensor: int
     start: int
     end: int
-    dtype: torch.dtype
-    device: torch.device
-    alone: bool
 
     @property
     def numel(self) -> int:
-        """How many elements travel."""
+        """How many elements it has."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Whole tensors, one after the other.
+class Parcel:
+    """What one collective averages.
 
     Attributes:
-        tensors: their indices.
-        cuts: ``(len(tensors) + 1,)`` offsets in elements.
-        alone: as of a :class:`Stretch`.
+        pieces: of tensors of one type, in order.
+        packed: whether they travel in a bucket; otherwise it is one whole tensor, in its memory.
+        alone: nothing else may be under way, since its tensor shares memory with others.
+        dtype: real; in which it travels. A complex element counts as two.
+        device: where.
     """
 
-    tensors: tuple[int, ...]
-    cuts: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    packed: bool
+    alone: bool
     dtype: torch.dtype
     device: torch.device
-    alone: bool
 
     @property
     def numel(self) -> int:
         """How many elements travel."""
-        return self.cuts[-1]
+        return sum(piece.numel for piece in self.pieces)
 
     @property
     def nbytes(self) -> int:
-        """The size of the bucket."""
+        """How many bytes travel."""
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class AveragingPlan:
-    """A pure function of the tensors' metadata.
+def plan_parcels(specs: Sequence[ParameterSpec], dense: Sequence[bool]) -> tuple[Parcel, ...]:
+    """Every element of every tensor in exactly one parcel: a pure function of metadata.
 
-    Attributes:
+    Args:
         specs: the tensors, by index.
-        parcels: what travels, in this order; every tensor with elements is in them exactly once.
+        dense: for each whether its elements fill their stretch of memory. One that isn't stays
+            whole, and may make a bucket larger than ``BUCKET_BYTES``.
     """
-
-    specs: tuple[ParameterSpec, ...]
-    parcels: tuple[Stretch | Bucket, ...]
-
-    @classmethod
-    def of(cls, specs: Sequence[ParameterSpec], dense: Sequence[bool]) -> "AveragingPlan":
-        """Plans for tensors of which ``dense`` says whether they fill their stretch of memory."""
-        lodgers = Counter(spec.memory_unit for spec in specs)
-        stretches: list[Stretch | Bucket] = []
-        buckets: list[Stretch | Bucket] = []
-        small: defaultdict[tuple[torch.device, torch.dtype], list[ParameterSpec]] = defaultdict(
-            list
+    lodgers = Counter(spec.memory_unit for spec in specs)
+    in_place, packed = [], []
+    to_pack: defaultdict[tuple[torch.device, torch.dtype], list[Piece]] = defaultdict(list)
+    for spec, is_dense in zip(specs, dense, strict=True):
+        dtype = _travelling_dtype(spec.dtype)
+        numel = spec.numel * (2 if spec.dtype.is_complex else 1)
+        whole = Piece(spec.index, 0, numel)
+        # Overlapping tensors are averaged one after the other: the second time changes nothing
+        # where the first has been.
+        alone = lodgers[spec.memory_unit] > 1
+        large = spec.nbytes >= IN_PLACE_FROM_BYTES
+        if is_dense and large and spec.dtype.itemsize >= torch.float32.itemsize:
+            in_place.append(Parcel((whole,), False, alone, dtype, spec.device))
+        elif alone and numel:
+            packed.append(Parcel((whole,), True, alone, dtype, spec.device))
+        elif numel:
+            step = BUCKET_BYTES // dtype.itemsize if is_dense else numel
+            to_pack[spec.device, spec.dtype].extend(
+                Piece(spec.index, start, min(start + step, numel))
+                for start in range(0, numel, step)
+            )
+    for (device, dtype), pieces in to_pack.items():
+        travelling = _travelling_dtype(dtype)
+        packed.extend(
+            Parcel(tuple(members), True, False, travelling, device)
+            for members in _fill(pieces, BUCKET_BYTES // travelling.itemsize)
         )
-        for spec, is_dense in zip(specs, dense, strict=True):
-            # Overlapping tensors are averaged one after the other; equal values then stay equal.
-            alone = lodgers[spec.memory_unit] > 1
-            if is_dense and spec.nbytes >= IN_PLACE_FROM_BYTES:
-                stretches.extend(_stretches(spec, alone=alone))
-            elif alone and spec.numel:
-                buckets.append(_bucket([spec], alone=True))
-            elif spec.numel:
-                small[spec.device, spec.dtype].append(spec)
-        for members in small.values():
-            buckets.extend(_bucket(part) for part in _fill(members))
-        return cls(tuple(specs), (*stretches, *buckets))
+    return (*in_place, *packed)
 
 
-def _stretches(spec: ParameterSpec, *, alone: bool) -> list[Stretch]:
-    step = BUCKET_BYTES // spec.dtype.itemsize
-    return [
-        Stretch(
-            spec.index, start, min(start + step, spec.numel), spec.dtype, spec.device, alone=alone
-        )
-        for start in range(0, spec.numel, step)
-    ]
+def _travelling_dtype(dtype: torch.dtype) -> torch.dtype:
+    real = dtype.to_real()
+    return real if real.itemsize >= torch.float32.itemsize else torch.float32
 
 
-def _bucket(members: Sequence[ParameterSpec], *, alone: bool = False) -> Bucket:
-    return Bucket(
-        tuple(spec.index for spec in members),
-        tuple(accumulate((spec.numel for spec in members), initial=0)),
-        members[0].dtype,
-        members[0].device,
-        alone=alone,
-    )
-
-
-def _fill(members: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
-    parts: list[list[ParameterSpec]] = []
+def _fill(pieces: Sequence[Piece], capacity: int) -> list[list[Piece]]:
+    parts: list[list[Piece]] = []
     free = -1
-    for spec in members:
-        if spec.nbytes > free:
+    for piece in pieces:
+        if piece.numel > free:
             parts.append([])
-            free = BUCKET_BYTES
-        parts[-1].append(spec)
-        free -= spec.nbytes
+            free = capacity
+        parts[-1].append(piece)
+        free -= piece.numel
     return parts

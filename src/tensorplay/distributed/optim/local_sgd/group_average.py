@@ -20,15 +20,11 @@ from tensorplay.distributed.optim._core.local_shard import (
 )
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
-from tensorplay.distributed.optim.local_sgd.averaged_tensors import (
-    ALIGNMENT_BYTES,
-    AveragedTensors,
-    RingMemory,
-)
-from tensorplay.distributed.optim.local_sgd.averaging_plan import Bucket, Stretch
+from tensorplay.distributed.optim.local_sgd.averaged_tensors import AveragedTensors, BucketMemory
+from tensorplay.distributed.optim.local_sgd.averaging_plan import Parcel
 
-MEMORY_BYTES = 25 * 1024 * 1024
-"""What an average may use beside the tensors: as much as one of DDP's buckets."""
+EXACT_WORLD_SIZES = (1, 2, 4)
+"""Numbers of ranks whose mean of equal float32 numbers is that number, bit for bit."""
 
 
 class GroupAverage:
@@ -44,7 +40,7 @@ class GroupAverage:
         self._agreement = Agreement(communicator, owner)
         self._averaged: AveragedTensors | None = None
         self._description = Description(None)
-        self._memories: dict[torch.device, RingMemory] = {}
+        self._memories: dict[torch.device, BucketMemory] = {}
 
     def settle(
         self,
@@ -83,7 +79,7 @@ class GroupAverage:
 
     @torch.no_grad()
     def average_(self, contributors: Sequence[GroupRank] | None = None) -> None:
-        """Averages, in place, what was settled.
+        """Averages, in place, what was settled. What is equal on all ranks stays as it is.
 
         Args:
             contributors: the ranks whose values count, by default all.
@@ -91,77 +87,59 @@ class GroupAverage:
         Raises:
             CommunicationError: if the backend fails or times out, naming what was under way.
         """
-        averaged = self._averaged
-        if averaged is None or self.communicator.members.world_size == 1:
+        averaged, world_size = self._averaged, self.communicator.members.world_size
+        if averaged is None or not averaged.parcels or world_size == 1:
             return
-        ranks = list(self.communicator.members) if contributors is None else contributors
+        if contributors is None:
+            if world_size not in EXACT_WORLD_SIZES and self._are_equal(averaged):
+                return
+            contributors = list(self.communicator.members)
         under_way: deque[_UnderWay] = deque()
-        parcels = averaged.plan.parcels
         try:
-            for parcel in parcels:
+            for parcel in averaged.parcels:
                 while under_way and (parcel.alone or under_way[-1].alone):
                     under_way.popleft().finish()
-                memory = self._take(parcel, under_way)
-                under_way.append(self._launch(averaged, parcel, memory, ranks))
+                bucket = self._take(parcel, under_way) if parcel.packed else None
+                flat = averaged.flat(parcel) if bucket is None else _pack(averaged, parcel, bucket)
+                averaging = self.communicator.average_(flat, contributors)
+                under_way.append(_UnderWay(self, parcel, averaging, flat, bucket))
             while under_way:
                 under_way.popleft().finish()
         except CommunicationError as error:
             self._memories.clear()  # whatever is still under way keeps what it uses
             raise CommunicationError(
-                f"averaging {len(averaged.tensors)} tensors in {len(parcels)} parcels failed, {error}"
+                f"averaging {len(averaged.tensors)} tensors in {len(averaged.parcels)} parcels "
+                f"failed, {error}"
             ) from error
 
-    def _launch(
-        self,
-        averaged: AveragedTensors,
-        parcel: Stretch | Bucket,
-        memory: torch.Tensor,
-        contributors: Sequence[GroupRank],
-    ) -> "_UnderWay":
-        ring = self._memories[parcel.device]
-        if isinstance(parcel, Stretch):
-            scratch = memory.view(parcel.dtype)
-            averaging = self.communicator.average_(averaged.stretch(parcel), scratch, contributors)
-            return _UnderWay(averaging, ring.give_back, parcel.alone)
-        packed_nbytes = _aligned(parcel.nbytes)
-        flat = memory[: parcel.nbytes].view(parcel.dtype)
-        scratch = memory[packed_nbytes:].view(parcel.dtype)
-        averaged.pack_(parcel, flat)
+    def _are_equal(self, averaged: AveragedTensors) -> bool:
+        """Whether all ranks hold the same bits; costs next to nothing if they don't.
 
-        def finish() -> None:
-            averaged.unpack_(parcel, flat)
-            ring.give_back()
+        A sum of equal numbers, divided by how many there are, differs from them in the last bit for
+        most numbers of ranks.
+        """
+        return all(map(self._is_same, (averaged.sample, averaged.digest)))
 
-        return _UnderWay(
-            self.communicator.average_(flat, scratch, contributors), finish, parcel.alone
-        )
+    def _is_same(self, digest: Callable[[], bytes]) -> bool:
+        own = int.from_bytes(digest(), "big")
+        highest, lowest = self.communicator.max_([own, -own])
+        return highest == -lowest
 
-    def _take(self, parcel: Stretch | Bucket, under_way: "deque[_UnderWay]") -> torch.Tensor:
-        nbytes = self._needed_nbytes(parcel)
-        ring = self._memories.get(parcel.device)
-        if ring is None or ring.nbytes < nbytes:
-            while under_way:
-                under_way.popleft().finish()
-            ring = self._memories[parcel.device] = RingMemory(
-                max(nbytes, self._memory_nbytes(parcel.device)), parcel.device
-            )
-        while (memory := ring.take(nbytes)) is None:
+    def _take(self, parcel: Parcel, under_way: "deque[_UnderWay]") -> torch.Tensor:
+        memory = self._memories.get(parcel.device)
+        if memory is None:
+            assert self._averaged is not None  # noqa: S101 - narrows a type
+            parcels = [p for p in self._averaged.parcels if p.packed and p.device == parcel.device]
+            memory = self._memories[parcel.device] = BucketMemory(parcels, parcel.device)
+        while (bucket := memory.take()) is None:
             under_way.popleft().finish()
-        return memory
+        return bucket
 
-    def _needed_nbytes(self, parcel: Stretch | Bucket) -> int:
-        scratch = self.communicator.scratch_numel(parcel.numel, parcel.device)
-        packed = _aligned(parcel.nbytes) if isinstance(parcel, Bucket) else 0
-        return packed + scratch * parcel.dtype.itemsize
-
-    def _memory_nbytes(self, device: torch.device) -> int:
-        averaged = self._averaged
-        needed = sum(
-            _aligned(self._needed_nbytes(parcel))
-            for parcel in (averaged.plan.parcels if averaged else ())
-            if parcel.device == device
-        )
-        return min(needed, MEMORY_BYTES)
+    def unpack_(self, parcel: Parcel, flat: torch.Tensor, bucket: torch.Tensor) -> None:
+        """Brings an averaged parcel home, and frees its bucket."""
+        if self._averaged is not None:
+            self._averaged.unpack_(parcel, flat)
+        self._memories[parcel.device].give_back(bucket)
 
     def _adopt(self, tensors: Sequence[torch.Tensor], schedule: Json) -> None:
         if self._averaged is not None and self._averaged.are(tensors):
@@ -172,7 +150,7 @@ class GroupAverage:
                 _refuse_what_cannot_be_averaged(index, tensor, self.communicator)
             self._averaged = AveragedTensors(tensors)
             self._memories.clear()
-        specs = self._averaged.plan.specs
+        specs = self._averaged.specs
         self._description = Description(
             {
                 "schedule": schedule,
@@ -192,17 +170,28 @@ class GroupAverage:
 
 
 class _UnderWay(NamedTuple):
+    """A parcel that is being averaged, and where."""
+
+    average: GroupAverage
+    parcel: Parcel
     averaging: Waitable
-    when_done: Callable[[], None]
-    alone: bool
+    flat: torch.Tensor
+    bucket: torch.Tensor | None
+
+    @property
+    def alone(self) -> bool:
+        return self.parcel.alone
 
     def finish(self) -> None:
         self.averaging.wait()
-        self.when_done()
+        if self.bucket is not None:
+            self.average.unpack_(self.parcel, self.flat, self.bucket)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _pack(averaged: AveragedTensors, parcel: Parcel, bucket: torch.Tensor) -> torch.Tensor:
+    flat = bucket[: parcel.nbytes].view(parcel.dtype)
+    averaged.pack_(parcel, flat)
+    return flat
 
 
 def _refuse_what_cannot_be_averaged(
