@@ -129,8 +129,8 @@ class _ManyKinds(nn.Module):
         def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.randn(*shape, generator=generator).to(dtype)
 
-        self.large = nn.Parameter(randn(3_000, 1_000))  # several stretches
-        self.conv = nn.Parameter(randn(8, 9, 40, 40).to(memory_format=torch.channels_last))
+        self.large = nn.Parameter(randn(300, 1_000))
+        self.conv = nn.Parameter(randn(8, 9, 40, 30).to(memory_format=torch.channels_last))
         self.transposed = nn.Parameter(randn(300, 400).t())
         self.small = nn.ParameterList(randn(i, 7) for i in range(20))
         self.scalar = nn.Parameter(randn(1)[0])

@@ -28,11 +28,13 @@ class AveragedTensors:
         self._memories = [local_memory(tensor).detach() for tensor in tensors]
         dense = [is_dense(memory) for memory in self._memories]
         self.specs = describe_parameters(tensors)
-        self.parcels = plan_parcels(self.specs, dense)
         # In memory order, whatever the strides; complex numbers as pairs of real ones.
         self._flats = [
             _as_real(memory.as_strided((memory.numel(),), (1,)) if is_flat else memory)
             for memory, is_flat in zip(self._memories, dense, strict=True)
+        ]
+        self.parcels = [
+            PlacedParcel(parcel, self._flats) for parcel in plan_parcels(self.specs, dense)
         ]
         self._have_dtensors = any(map(is_dtensor, tensors))
         self._places = self._places_of(tensors)
@@ -49,32 +51,6 @@ class AveragedTensors:
         memories = map(local_memory, tensors) if self._have_dtensors else tensors
         return [(memory.data_ptr(), memory.dtype, memory.shape) for memory in memories]
 
-    def flat(self, parcel: Parcel) -> torch.Tensor:
-        """``(numel,)``: what travels of a parcel that isn't packed; no copy."""
-        return self._flats[parcel.pieces[0].tensor]
-
-    def pack_(self, parcel: Parcel, bucket: torch.Tensor) -> None:
-        """Copies the parcel into ``bucket``, which is ``(numel,)``."""
-        torch.cat([part.reshape(-1) for part in self._parts(parcel)], out=bucket)
-
-    def unpack_(self, parcel: Parcel, bucket: torch.Tensor) -> None:
-        """Copies ``bucket`` back to where the parcel came from."""
-        parts = self._parts(parcel)
-        sizes = [piece.numel for piece in parcel.pieces]
-        if all(part.dtype == bucket.dtype and part.dim() == 1 for part in parts):
-            torch.split_with_sizes_copy(bucket, sizes, out=parts)
-            return
-        for part, values in zip(parts, torch.split(bucket, sizes), strict=True):
-            part.copy_(values.view(part.shape))
-
-    def _parts(self, parcel: Parcel) -> list[torch.Tensor]:
-        return [
-            flat
-            if piece.numel == (flat := self._flats[piece.tensor]).numel()
-            else flat[piece.start : piece.end]
-            for piece in parcel.pieces
-        ]
-
     def sample(self) -> bytes:
         """A digest of some elements from all over the largest tensor."""
         largest = max(self._flats, key=torch.Tensor.numel)
@@ -84,6 +60,38 @@ class AveragedTensors:
     def digest(self) -> bytes:
         """A digest of all bits of all tensors; as slow as hashing is."""
         return _digest(self._flats)
+
+
+class PlacedParcel:
+    """A parcel, and where its pieces are."""
+
+    def __init__(self, parcel: Parcel, flats: Sequence[torch.Tensor]) -> None:
+        self.plan = parcel
+        self.pieces = [
+            flats[piece.tensor]
+            if piece.numel == flats[piece.tensor].numel()
+            else flats[piece.tensor][piece.start : piece.end]
+            for piece in parcel.pieces
+        ]
+        self._sizes = [piece.numel() for piece in self.pieces]
+        self._can_be_split = all(
+            piece.dim() == 1 and piece.dtype == parcel.dtype for piece in self.pieces
+        )
+
+    def pack_(self, bucket: torch.Tensor) -> None:
+        """Copies the pieces into ``bucket``, which is ``(numel,)``."""
+        pieces = self.pieces
+        if not self._can_be_split:
+            pieces = [piece.reshape(-1) for piece in pieces]
+        torch.cat(pieces, out=bucket)
+
+    def unpack_(self, bucket: torch.Tensor) -> None:
+        """Copies ``bucket`` back to where the pieces are."""
+        if self._can_be_split:
+            torch.split_with_sizes_copy(bucket, self._sizes, out=self.pieces)
+            return
+        for piece, values in zip(self.pieces, torch.split(bucket, self._sizes), strict=True):
+            piece.copy_(values.view(piece.shape))
 
 
 class BucketMemory:

@@ -20,8 +20,11 @@ from tensorplay.distributed.optim._core.local_shard import (
 )
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
-from tensorplay.distributed.optim.local_sgd.averaged_tensors import AveragedTensors, BucketMemory
-from tensorplay.distributed.optim.local_sgd.averaging_plan import Parcel
+from tensorplay.distributed.optim.local_sgd.averaged_tensors import (
+    AveragedTensors,
+    BucketMemory,
+    PlacedParcel,
+)
 
 EXACT_WORLD_SIZES = (1, 2, 4)
 """Numbers of ranks whose mean of equal float32 numbers is that number, bit for bit."""
@@ -97,14 +100,11 @@ class GroupAverage:
         under_way: deque[_UnderWay] = deque()
         try:
             for parcel in averaged.parcels:
-                while under_way and (parcel.alone or under_way[-1].alone):
-                    under_way.popleft().finish()
-                bucket = self._take(parcel, under_way) if parcel.packed else None
-                flat = averaged.flat(parcel) if bucket is None else _pack(averaged, parcel, bucket)
-                averaging = self.communicator.average_(flat, contributors)
-                under_way.append(_UnderWay(self, parcel, averaging, flat, bucket))
+                while under_way and (parcel.plan.alone or under_way[-1].parcel.plan.alone):
+                    self._finish(under_way.popleft())
+                under_way.append(self._launch(parcel, contributors, under_way))
             while under_way:
-                under_way.popleft().finish()
+                self._finish(under_way.popleft())
         except CommunicationError as error:
             self._memories.clear()  # whatever is still under way keeps what it uses
             raise CommunicationError(
@@ -125,21 +125,35 @@ class GroupAverage:
         highest, lowest = self.communicator.max_([own, -own])
         return highest == -lowest
 
-    def _take(self, parcel: Parcel, under_way: "deque[_UnderWay]") -> torch.Tensor:
-        memory = self._memories.get(parcel.device)
-        if memory is None:
-            assert self._averaged is not None  # noqa: S101 - narrows a type
-            parcels = [p for p in self._averaged.parcels if p.packed and p.device == parcel.device]
-            memory = self._memories[parcel.device] = BucketMemory(parcels, parcel.device)
+    def _launch(
+        self,
+        parcel: PlacedParcel,
+        contributors: Sequence[GroupRank],
+        under_way: "deque[_UnderWay]",
+    ) -> "_UnderWay":
+        if not parcel.plan.packed:
+            averaging = self.communicator.average_(parcel.pieces[0], contributors)
+            return _UnderWay(parcel, averaging, None)
+        memory = self._memory_on(parcel.plan.device)
         while (bucket := memory.take()) is None:
-            under_way.popleft().finish()
-        return bucket
+            self._finish(under_way.popleft())
+        flat = bucket[: parcel.plan.nbytes].view(parcel.plan.dtype)
+        parcel.pack_(flat)
+        return _UnderWay(parcel, self.communicator.average_(flat, contributors), bucket)
 
-    def unpack_(self, parcel: Parcel, flat: torch.Tensor, bucket: torch.Tensor) -> None:
-        """Brings an averaged parcel home, and frees its bucket."""
-        if self._averaged is not None:
-            self._averaged.unpack_(parcel, flat)
-        self._memories[parcel.device].give_back(bucket)
+    def _finish(self, one: "_UnderWay") -> None:
+        one.averaging.wait()
+        if one.bucket is not None:
+            plan = one.parcel.plan
+            one.parcel.unpack_(one.bucket[: plan.nbytes].view(plan.dtype))
+            self._memories[plan.device].give_back(one.bucket)
+
+    def _memory_on(self, device: torch.device) -> BucketMemory:
+        if device not in self._memories:
+            plans = [parcel.plan for parcel in self._averaged.parcels] if self._averaged else []
+            packed = [plan for plan in plans if plan.packed and plan.device == device]
+            self._memories[device] = BucketMemory(packed, device)
+        return self._memories[device]
 
     def _adopt(self, tensors: Sequence[torch.Tensor], schedule: Json) -> None:
         if self._averaged is not None and self._averaged.are(tensors):
@@ -170,28 +184,11 @@ class GroupAverage:
 
 
 class _UnderWay(NamedTuple):
-    """A parcel that is being averaged, and where."""
+    """A parcel that is being averaged, and the bucket that it is in."""
 
-    average: GroupAverage
-    parcel: Parcel
+    parcel: PlacedParcel
     averaging: Waitable
-    flat: torch.Tensor
     bucket: torch.Tensor | None
-
-    @property
-    def alone(self) -> bool:
-        return self.parcel.alone
-
-    def finish(self) -> None:
-        self.averaging.wait()
-        if self.bucket is not None:
-            self.average.unpack_(self.parcel, self.flat, self.bucket)
-
-
-def _pack(averaged: AveragedTensors, parcel: Parcel, bucket: torch.Tensor) -> torch.Tensor:
-    flat = bucket[: parcel.nbytes].view(parcel.dtype)
-    averaged.pack_(parcel, flat)
-    return flat
 
 
 def _refuse_what_cannot_be_averaged(

@@ -201,14 +201,14 @@ class PostLocalSGDOptimizer(WrappedOptimizer, Joinable):
         parameters: list[Any] = list(self.param_groups)
         if self.buffer_averager is None:
             parameters.append({"params": self.buffers})
-        if isinstance(self.averager, ScheduledAverager):
-            self.averager.average_(parameters, joined=self._has_joined, error=error)
-        elif error is not None:
-            raise error
+        averager = self.averager
+        if _decides_by_itself(averager):
+            if error is not None:
+                raise error
+            averager.average_parameters(params=parameters if self.buffers else self.param_groups)
         else:
-            self.averager.average_parameters(
-                params=parameters if self.buffers else self.param_groups
-            )
+            assert isinstance(averager, ScheduledAverager)  # noqa: S101 - narrows a type
+            averager.average_(parameters, joined=self._has_joined, error=error)
         if self.buffer_averager is not None:
             self.buffer_averager.average_(self.buffers, joined=self._has_joined)
         if self.state_averager is not None:
@@ -395,6 +395,12 @@ class _AverageWhenJoined(JoinHook):
             optimizer._average()  # noqa: SLF001 - one class in two parts
         finally:
             optimizer._has_joined = False  # noqa: SLF001 - one class in two parts
+
+
+def _decides_by_itself(averager: Averager) -> bool:
+    """Whether it is somebody else's, whose ``average_parameters`` has to be called."""
+    own = ScheduledAverager.average_parameters
+    return getattr(type(averager), "average_parameters", None) is not own
 
 
 def _unscale_(groups: Iterable[Mapping[str, Any]], grad_scale: torch.Tensor) -> None:
