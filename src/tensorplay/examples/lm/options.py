@@ -18,6 +18,9 @@ MODES = {
     "sharded": ("sharded",),
 }
 
+SYNCS = {"ddp": "replicated", "zero": "sharded", "postlocal": "postlocal"}
+"""The run of each ``--sync``."""
+
 _DESCRIPTION = """\
 Train a small language model on real text, twice from the same seed: once with the optimizer state
 replicated on every process, as plain data parallelism does, and once sharded over the processes
@@ -92,7 +95,7 @@ class Options:
         config: What is trained.
         text: The file to learn; ``None`` for the standard library's sources.
         steps: The step to stop at, counted from the very beginning.
-        modes: The runs asked for: ``"replicated"``, ``"sharded"`` or both.
+        modes: The runs asked for: ``"replicated"``, ``"sharded"``, both, or ``"postlocal"``.
         only: The one of them that these processes make; ``None`` for all, one after the other.
         world_size: Number of processes.
         out: Folder for plot and numbers; ``None`` to name one after the moment.
@@ -150,7 +153,7 @@ def parse_options(
         config=config,
         text=given.text,
         steps=suited.steps if given.steps is None else given.steps,
-        modes=MODES[given.mode],
+        modes=MODES[given.mode or "both"] if given.sync is None else (SYNCS[given.sync],),
         only=given.only,
         world_size=world_size or given.nproc or DEFAULT_NUM_PROCESSES,
         out=given.out,
@@ -205,7 +208,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--nproc", type=_count, help=f"processes on this machine ({DEFAULT_NUM_PROCESSES})"
     )
-    run.add_argument("--mode", choices=MODES, default="both", help="which runs to make (both)")
+    runs = run.add_mutually_exclusive_group()
+    runs.add_argument("--mode", choices=MODES, help="which runs to make (both)")
+    runs.add_argument(
+        "--sync",
+        choices=SYNCS,
+        help="make one run: ddp is --mode replicated, zero is --mode sharded, postlocal lets each "
+        "process train for itself after a warm-up and averages the parameters every few steps",
+    )
     run.add_argument(
         "--text",
         type=Path,
@@ -219,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--resume", type=Path, metavar="FILE", help="go on from a checkpoint")
 
     # How the launcher talks to the processes it starts.
-    parser.add_argument("--only", choices=MODES["both"], help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=SYNCS.values(), help=argparse.SUPPRESS)
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--launcher-pid", type=int, help=argparse.SUPPRESS)
     return parser
@@ -255,6 +265,11 @@ def _check(options: Options) -> None:
         raise UsageError(
             f"--batch {config.batch} leaves some of the {options.world_size} processes without "
             "work; pass a batch of at least their number, or fewer processes"
+        )
+    if "postlocal" in options.modes and (options.save or options.resume):
+        raise UsageError(
+            "--sync postlocal with --save or --resume: the processes' weights differ between two "
+            "averages, and a checkpoint of this program holds one process's; leave them out"
         )
     if options.save is not None and options.save.is_dir():
         raise UsageError(f"--save {options.save} is a folder; pass the path of a file")

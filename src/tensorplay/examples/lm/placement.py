@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+from tensorplay.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from tensorplay.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+WARMUP_STEPS = 10
+"""Steps in which the learning rate rises, and in which post-local SGD isn't local yet."""
 
 
 class Placement(Protocol):
@@ -43,10 +47,29 @@ def sharded(
     return ZeroRedundancyOptimizer(parameters, optimizer_class=optimizer_class, **defaults)
 
 
+AVERAGING_PERIOD = 4
+
+
+def postlocal(
+    parameters: list[nn.Parameter],
+    optimizer_class: type[torch.optim.Optimizer],
+    **defaults: Any,
+) -> torch.optim.Optimizer:
+    """Every rank holds all of the state, of its own training; parameters are averaged."""
+    return PostLocalSGDOptimizer(
+        optimizer_class(parameters, **defaults),
+        PeriodicModelAverager(AVERAGING_PERIOD, WARMUP_STEPS),
+    )
+
+
 # What language models are usually trained with: a shorter memory of squared gradients.
 _ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "fused": True}
 
-PLACEMENTS: dict[str, Placement] = {"replicated": replicated, "sharded": sharded}
+PLACEMENTS: dict[str, Placement] = {
+    "replicated": replicated,
+    "sharded": sharded,
+    "postlocal": postlocal,
+}
 
 
 def build_optimizers(
