@@ -17,6 +17,7 @@ MODES = {
     "replicated": ("replicated",),
     "sharded": ("sharded",),
 }
+IN_BACKWARD_MODES = ("replicated", "in-backward")
 
 SYNCS = {"ddp": "replicated", "zero": "sharded", "postlocal": "postlocal"}
 """The run of each ``--sync``."""
@@ -70,6 +71,8 @@ class RunConfig:
         width: See `ModelConfig`.
         heads: See `ModelConfig`.
         context: See `ModelConfig`.
+        in_backward: Compare updates after and inside backward. Gradients are then clipped one
+            parameter at a time, which can be done in both.
     """
 
     optimizer: str
@@ -80,6 +83,7 @@ class RunConfig:
     width: int
     heads: int
     context: int
+    in_backward: bool
 
     @property
     def model(self) -> ModelConfig:
@@ -95,7 +99,8 @@ class Options:
         config: What is trained.
         text: The file to learn; ``None`` for the standard library's sources.
         steps: The step to stop at, counted from the very beginning.
-        modes: The runs asked for: ``"replicated"``, ``"sharded"``, both, or ``"postlocal"``.
+        modes: The runs asked for: ``"replicated"``, ``"sharded"`` or both; ``"replicated"`` and
+            ``"in-backward"``; or ``"postlocal"``.
         only: The one of them that these processes make; ``None`` for all, one after the other.
         world_size: Number of processes.
         out: Folder for plot and numbers; ``None`` to name one after the moment.
@@ -148,12 +153,20 @@ def parse_options(
         width=suited.width if given.width is None else given.width,
         heads=suited.heads if given.heads is None else given.heads,
         context=given.context,
+        in_backward=given.in_backward,
     )
+    if config.in_backward and given.sync is not None:
+        raise UsageError(f"--sync {given.sync} with --in-backward; leave one of them out")
+    if config.in_backward and given.mode not in {None, "both"}:
+        raise UsageError(
+            f"--mode {given.mode} with --in-backward, which compares the update inside backward with "
+            "the ordinary one; leave one of them out"
+        )
     options = Options(
         config=config,
         text=given.text,
         steps=suited.steps if given.steps is None else given.steps,
-        modes=MODES[given.mode or "both"] if given.sync is None else (SYNCS[given.sync],),
+        modes=_modes(given),
         only=given.only,
         world_size=world_size or given.nproc or DEFAULT_NUM_PROCESSES,
         out=given.out,
@@ -170,6 +183,12 @@ def parse_options(
     if checkpoint is not None:
         _check_resume(options, checkpoint)
     return options, checkpoint
+
+
+def _modes(given: argparse.Namespace) -> tuple[str, ...]:
+    if given.in_backward:
+        return IN_BACKWARD_MODES
+    return MODES[given.mode or "both"] if given.sync is None else (SYNCS[given.sync],)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -217,6 +236,11 @@ def _parser() -> argparse.ArgumentParser:
         "process train for itself after a warm-up and averages the parameters every few steps",
     )
     run.add_argument(
+        "--in-backward",
+        action="store_true",
+        help="compare updates after backward with updates inside backward, which free gradients",
+    )
+    run.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
@@ -229,7 +253,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--resume", type=Path, metavar="FILE", help="go on from a checkpoint")
 
     # How the launcher talks to the processes it starts.
-    parser.add_argument("--only", choices=SYNCS.values(), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--only", choices=(*SYNCS.values(), IN_BACKWARD_MODES[1]), help=argparse.SUPPRESS
+    )
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--launcher-pid", type=int, help=argparse.SUPPRESS)
     return parser
@@ -277,7 +303,8 @@ def _check(options: Options) -> None:
 
 def _check_resume(options: Options, checkpoint: Checkpoint) -> None:
     for name, value in asdict(options.config).items():
-        saved = checkpoint.config[name]
+        saved = checkpoint.config.get(name, False)  # older ones know nothing of in_backward
+        name = name.replace("_", "-")  # noqa: PLW2901 - as it is written on the command line
         if value != saved:
             raise UsageError(
                 f"--{name} {value} differs from the run in {options.resume}, which has {saved}; "

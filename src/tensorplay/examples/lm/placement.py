@@ -1,7 +1,7 @@
-"""Where the optimizer state lives: the one thing that differs between the two runs.
+"""Where the optimizer state lives, or when it is used: the one thing that differs between two runs.
 
-Both placements build the same optimizers over the same parameters and speak the same checkpoint
-format, so that a file saved by either is resumed by either.
+All placements build the same optimizers over the same parameters and speak the same checkpoint
+format, so that a file saved by one is resumed by another.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorplay.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from tensorplay.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from tensorplay.distributed.optim import (
+    PostLocalSGDOptimizer,
+    ZeroRedundancyOptimizer,
+    apply_optimizer_in_backward,
+)
 
 WARMUP_STEPS = 10
 """Steps in which the learning rate rises, and in which post-local SGD isn't local yet."""
@@ -61,6 +65,27 @@ def postlocal(
         PeriodicModelAverager(AVERAGING_PERIOD, WARMUP_STEPS),
     )
 
+
+def in_backward(model: nn.Module) -> Placement:
+    """Every rank holds all of the state, and updates ``model`` inside backward, clipped there."""
+
+    def place(
+        parameters: list[nn.Parameter],
+        optimizer_class: type[torch.optim.Optimizer],
+        **defaults: Any,
+    ) -> torch.optim.Optimizer:
+        return apply_optimizer_in_backward(
+            optimizer_class,
+            parameters,
+            defaults,
+            module=model,
+            clip_parameter_norm=LARGEST_GRADIENT_NORM,
+        )
+
+    return place
+
+
+LARGEST_GRADIENT_NORM = 1.0
 
 # What language models are usually trained with: a shorter memory of squared gradients.
 _ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "fused": True}

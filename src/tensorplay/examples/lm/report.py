@@ -31,6 +31,8 @@ def introduce(options: Options, text: Text, device: torch.device) -> str:
         how = (
             f"gradients averaged for {WARMUP_STEPS} steps, then parameters every {AVERAGING_PERIOD}"
         )
+    if options.config.in_backward:
+        how = "updates after and then inside backward"
     return (
         f"A GPT of {numel / 1e6:.1f} M parameters learns {text.name} "
         f"({text.tokens.numel() / 1e6:.1f} MB), byte by byte.\n"
@@ -69,6 +71,7 @@ def tabulate(records: Sequence[RunRecord]) -> list[Row]:
     rows: list[tuple[str, str, Callable[[RunRecord], float], str]] = [
         ("final loss", "measured", lambda record: record.losses[-1], ""),
         ("optimizer state per process", "measured", lambda record: record.state_nbytes, "bytes"),
+        ("gradients alive per process", "measured", lambda record: record.gradient_nbytes, "bytes"),
         (memory, "measured", lambda record: record.peak_memory_nbytes, "bytes"),
         ("steps per second", "measured", lambda record: record.steps_per_second, ""),
         ("sent per process and step", "computed", lambda record: record.sent_nbytes, "bytes"),
@@ -146,11 +149,18 @@ def explain(records: Sequence[RunRecord], *, one_process: bool) -> str:
     lines = [
         "Final loss: of the last step's batch, before its update.",
         f"State and memory: of the process that needs most; memory is {memory}.",
+        f"Gradients: most at once in the first backward; {_whose_gradients(records)}.",
         f"Sent: from the sizes; the ring all-reduce of the gradients{gather}.",
     ]
     if on_cpu and one_process and len(records) > 1:
         lines.append("Both runs shared a process: the second's memory holds what the first left.")
     return "\n".join(lines)
+
+
+def _whose_gradients(records: Sequence[RunRecord]) -> str:
+    if records[-1].mode == "in-backward" and records[-1].sent_nbytes == 0:
+        return "inside backward, each is freed as soon as it has been used"
+    return "DDP keeps all of them in its buckets"
 
 
 def write_numbers(
@@ -184,6 +194,7 @@ def plot(path: Path, options: Options, text: Text, records: Sequence[RunRecord])
         "replicated": {"color": "#f2a65a", "linewidth": 5, "solid_capstyle": "round"},
         "sharded": {"color": "#1f3b57", "linewidth": 1.6},
         "postlocal": {"color": "#3b7a57", "linewidth": 1.6},
+        "in-backward": {"color": "#1f3b57", "linewidth": 1.6},
     }
     figure, (curves, bars) = plt.subplots(
         1, 2, figsize=(10, 4.8), width_ratios=[3, 1], layout="constrained"
@@ -199,9 +210,10 @@ def plot(path: Path, options: Options, text: Text, records: Sequence[RunRecord])
         curves.plot(
             steps,
             record.losses,
-            label="post-local SGD"
-            if record.mode == "postlocal"
-            else f"optimizer state {record.mode}",
+            label={
+                "postlocal": "post-local SGD",
+                "in-backward": "updated inside backward",
+            }.get(record.mode, f"optimizer state {record.mode}"),
             marker="o" if len(record.losses) == 1 else None,
             **styles[record.mode],
         )

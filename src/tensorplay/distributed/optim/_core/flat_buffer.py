@@ -1,7 +1,7 @@
 """Memory of a bucket: one flat tensor, and views of it in the shapes of its parameters."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+import operator
+from collections.abc import Sequence
 
 import torch
 
@@ -61,23 +61,33 @@ class FlatBuffer:
             )
 
 
+_dtype_of = operator.attrgetter("dtype")
+_data_of = operator.attrgetter("data")
+
+
+def live_in(parameters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> bool:
+    """Whether each parameter is exactly the tensor at the same place: memory, strides, dtype.
+
+    It runs before and after each step for thousands of tensors, so the loops are not Python's.
+    """
+    try:
+        return all(map(torch.Tensor.is_set_to, parameters, places)) and all(
+            map(operator.is_, map(_dtype_of, parameters), map(_dtype_of, places))
+        )
+    except NotImplementedError:  # one is on the meta device, which has no memory to compare
+        return False
+
+
 class KeptStorages:
     """Remembers in which memory parameters live, and brings them back there.
 
     Args:
         parameters: their storages are kept alive, but not copied.
-        places: views of where some of them live, which saves making one.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[torch.Tensor],
-        places: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
-    ) -> None:
-        self._places = [
-            (parameter, places[parameter] if parameter in places else parameter.detach())
-            for parameter in parameters
-        ]
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._places = list(map(_data_of, parameters))
 
     @torch.no_grad()
     def restore_(self) -> torch.Tensor | None:
@@ -87,8 +97,10 @@ class KeptStorages:
             A parameter whose new shape, dtype or device doesn't fit; it gets its old values back.
         """
         misfit = None
-        for parameter, place in self._places:
-            if parameter.is_set_to(place) and parameter.dtype == place.dtype:
+        if live_in(self._parameters, self._places):
+            return misfit
+        for parameter, place in zip(self._parameters, self._places, strict=True):
+            if live_in([parameter], [place]):
                 continue
             if (parameter.dtype, parameter.shape, parameter.device) == (
                 place.dtype,
@@ -112,13 +124,11 @@ class ParameterHome:
         parameters: Sequence[torch.Tensor],
     ) -> None:
         self._buffer = FlatBuffer(layout, specs)
-        self._parameters = parameters
         self._buffer.pack_(parameters, layout.slots)
-        self._views: list[tuple[Slot, torch.Tensor]] = []
-        for slot in layout.slots:
-            view = self._buffer.view(slot)
-            parameters[slot.parameter].data = view
-            self._views.append((slot, view))
+        self._members = [parameters[slot.parameter] for slot in layout.slots]
+        self._places = [self._buffer.view(slot) for slot in layout.slots]
+        for parameter, place in zip(self._members, self._places, strict=True):
+            parameter.data = place
 
     @property
     def layout(self) -> BucketLayout:
@@ -130,19 +140,14 @@ class ParameterHome:
         """``(numel,)``: all parameters of the bucket; owned by this object."""
         return self._buffer.flat
 
-    @property
-    def places(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The view in which each parameter lives."""
-        return {self._parameters[slot.parameter]: view for slot, view in self._views}
-
     def strayed(self) -> Slot | None:
         """The first parameter that is no longer exactly its view of the buffer, if any."""
-        for slot, view in self._views:
-            parameter = self._parameters[slot.parameter]
-            if (
-                parameter.dtype != view.dtype
-                or parameter.device != view.device
-                or not parameter.is_set_to(view)
-            ):
-                return slot
-        return None
+        if live_in(self._members, self._places):
+            return None
+        return next(
+            slot
+            for slot, parameter, place in zip(
+                self.layout.slots, self._members, self._places, strict=True
+            )
+            if not live_in([parameter], [place])
+        )

@@ -42,14 +42,6 @@ class ParameterSpec:
         object.__setattr__(self, "numel", prod(self.shape))  # frozen, and planning reads it often
         object.__setattr__(self, "nbytes", self.numel * self.dtype.itemsize)
 
-    def accepts(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` still has the shape, dtype and device that were planned for."""
-        return (
-            parameter.dtype == self.dtype
-            and parameter.shape == self.shape
-            and parameter.device == self.device
-        )
-
 
 def describe_parameters(parameters: Sequence[torch.Tensor]) -> tuple[ParameterSpec, ...]:
     """Reads the metadata of ``parameters``, among which no tensor may stand twice.

@@ -160,15 +160,12 @@ class ParameterBuckets:
         self._staging: dict[torch.device, tuple[StagingBuffer, ...]] = {}
         self._num_staged = 0
         self.buckets: list[ParameterBucket] = []
-        self.places: dict[torch.Tensor, torch.Tensor] = {}
-        """The views in which resident parameters live."""
 
     def add(self, layout: BucketLayout, specs: Sequence[ParameterSpec]) -> None:
         """Adds a bucket, and moves its parameters into it if they are to be resident."""
         if layout.resident:
             home = ParameterHome(layout, specs, self._parameters)
             self.buckets.append(ResidentBucket(home))
-            self.places.update(home.places)
             return
         buffers = self._staging.setdefault(
             layout.device, tuple(StagingBuffer() for _ in range(NUM_STAGING_BUFFERS))
@@ -204,6 +201,16 @@ class ParameterBuckets:
                 f"gathering parameters failed in bucket {number + 1} of {len(self.buckets)}, which "
                 f"holds {len(slots)} parameters (the first is number {slots[0].parameter}), {error}"
             ) from error
+
+    @property
+    def resident(self) -> set[int]:
+        """The indices of the parameters that live in buckets."""
+        return {
+            slot.parameter
+            for bucket in self.buckets
+            if isinstance(bucket, ResidentBucket)
+            for slot in bucket.layout.slots
+        }
 
     def strayed(self) -> int | None:
         """The index of a resident parameter whose storage was replaced, if there is one."""

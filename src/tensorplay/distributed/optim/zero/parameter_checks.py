@@ -1,7 +1,7 @@
 """What must hold of the parameters, and what must be the same on every rank."""
 
 import operator
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from tensorplay.distributed.optim._core.collectives import Communicator
 from tensorplay.distributed.optim._core.local_shard import (
     describe_placement,
     is_dtensor,
-    local_memory,
     shards_across,
 )
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
@@ -71,35 +70,32 @@ def refuse_unsendable(
             )
 
 
-def find_replaced(
-    groups: Groups,
-    members: Sequence[Sequence[torch.Tensor]],
-    parameters: Sequence[torch.Tensor],
-    specs: Sequence[ParameterSpec],
-    resident: Container[torch.Tensor],
-) -> RuntimeError | None:
-    """What is no longer as it was planned for: the members of a group, or a parameter's metadata.
+_metadata_of = operator.attrgetter("dtype", "shape", "device")
 
-    Args:
-        groups: the groups now.
-        members: the parameters of each group when the optimizer was built.
-        parameters: all of them, by index.
-        specs: their metadata then.
-        resident: parameters that are watched in their buckets, and needn't be looked at here.
+
+class MetadataWatch:
+    """Notices when parameters get another dtype, shape or device than they have now.
+
+    A step looks at thousands of them, so the loop over them isn't Python's.
     """
-    if not same_members(groups, members):
-        return RuntimeError(
-            "the parameters in param_groups are no longer those that the optimizer was built with; "
-            "add some with add_param_group(), and build a new optimizer to take some away"
-        )
-    for spec, parameter in zip(specs, parameters, strict=True):
-        if parameter not in resident and not spec.accepts(local_memory(parameter)):
-            return RuntimeError(
-                f"parameter {name_of(parameter, groups)} was {spec.dtype} of shape {spec.shape} on "
-                f"{spec.device} when the optimizer was built, and is now {parameter.dtype} of shape "
-                f"{tuple(parameter.shape)} on {parameter.device}; {CURE}"
-            )
-    return None
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._planned = list(map(_metadata_of, parameters))
+
+    def find_replaced(self, groups: Groups) -> RuntimeError | None:
+        """An error that names the first parameter that has changed, if one has."""
+        if list(map(_metadata_of, self._parameters)) == self._planned:
+            return None
+        for parameter, planned in zip(self._parameters, self._planned, strict=True):
+            if _metadata_of(parameter) != planned:
+                dtype, shape, device = planned
+                return RuntimeError(
+                    f"parameter {name_of(parameter, groups)} was {dtype} of shape {tuple(shape)} on "
+                    f"{device} when the optimizer was built, and is now {parameter.dtype} of shape "
+                    f"{tuple(parameter.shape)} on {parameter.device}; {CURE}"
+                )
+        return None
 
 
 def describe_parameters(
