@@ -68,6 +68,12 @@ def _live_after_loading() -> None:
     assert optimizer.optim.param_groups[0]["lr"] == 0.05
 
 
+def _shown() -> None:
+    shown = repr(make(make_model()))
+    assert "averaged by PeriodicModelAverager(period=3, warmup_steps=2) at step 0" in shown
+    assert "Adam (" in shown
+
+
 def _every_scheduler() -> None:
     optimizer = make(make_model(), lr=0.1, betas=(0.9, 0.99))
     lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)
@@ -126,7 +132,7 @@ def test_alone_it_steps_as_the_plain_optimizer_bitwise() -> None:
 
 
 def test_param_groups_state_and_defaults_are_live_also_after_loading() -> None:
-    run_ranks(1, _run, _live_after_loading, _every_scheduler)
+    run_ranks(1, _run, _live_after_loading, _every_scheduler, _shown)
 
 
 def test_closures_hooks_and_added_groups() -> None:

@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState as TorchState,
+)
 
 from tensorplay.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from tensorplay.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -15,6 +18,7 @@ from tensorplay.distributed.algorithms.model_averaging.hierarchical_model_averag
     HierarchicalModelAverager,
 )
 from tensorplay.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from tensorplay.distributed.optim._core.collectives import CommunicationError
 from tests.launch import run_ranks
 
 
@@ -52,6 +56,11 @@ def _constructors() -> None:
     assert "must be a ModelAverager" in refusal(
         TypeError,
         lambda: PostLocalSGDOptimizer(local, 4),  # type: ignore[arg-type]
+    )
+    torchs = TorchState(None, dist.group.WORLD, 5)
+    assert "import it from tensorplay" in refusal(
+        TypeError,
+        lambda: PostLocalSGDOptimizer(local, averager, hook_state=torchs),  # type: ignore[arg-type]
     )
     state = PostLocalSGDState(None, dist.group.WORLD, 4)
     message = refusal(ValueError, lambda: PostLocalSGDOptimizer(local, averager, hook_state=state))
@@ -188,3 +197,17 @@ def _an_update_fails() -> list[Any]:
 
 def test_where_an_update_fails_on_one_rank_all_raise_and_can_go_on() -> None:
     assert run_ranks(2, _an_update_fails) == [[[0.5, 0.5], 2]] * 2
+
+
+def _late() -> str:
+    averager = PeriodicModelAverager(2)
+    if dist.get_rank() == 1:
+        return "never came"
+    return refusal(
+        CommunicationError, lambda: averager.average_parameters([nn.Parameter(torch.ones(1))])
+    )
+
+
+def test_a_rank_that_does_not_come_is_an_error_and_no_hang() -> None:
+    message, _ = run_ranks(2, _late, collective_timeout_s=1.0)
+    assert "average_parameters (step 0): not every rank has come" in message

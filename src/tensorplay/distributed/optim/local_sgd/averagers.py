@@ -198,6 +198,10 @@ class ScheduledAverager(ModelAverager):
             raise error
         self.step += 1
 
+    def __repr__(self) -> str:
+        schedule = ", ".join(f"{name}={value}" for name, value in self._schedule().items())
+        return f"{type(self).__name__}({schedule})"
+
     def _average_over(self, group: dist.ProcessGroup) -> GroupAverage:
         # Not at construction: it may be collective, and torch's isn't.
         if group not in self._averages:
@@ -365,7 +369,7 @@ class HierarchicalModelAverager(ScheduledAverager):
     def _schedule(self) -> dict[str, Json]:
         return {
             "periods": list(self._periods),
-            "group sizes": list(self._sizes),
+            "group_sizes": list(self._sizes),
             "warmup_steps": self.warmup_steps,
             "relative_to_warmup": self.relative_to_warmup,
         }

@@ -99,6 +99,11 @@ class PostLocalSGDOptimizer(WrappedOptimizer, Joinable):
             raise TypeError(f"optim must be an optimizer, got {optim!r}; construct it first")
         if not hasattr(averager, "average_parameters"):
             raise TypeError(f"averager must be a ModelAverager, got {averager!r}")
+        if hook_state is not None and not isinstance(hook_state, PostLocalSGDState):
+            raise TypeError(
+                f"hook_state must be a PostLocalSGDState, got {hook_state!r}; import it from "
+                "tensorplay.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook"
+            )
         _refuse_other_warm_up(averager, hook_state)
         _refuse_unfit_zero(optim, averager, hook_state, state_averager)
         # What it assigns gives way to the inner optimizer's as soon as there is one.
@@ -343,7 +348,8 @@ class PostLocalSGDOptimizer(WrappedOptimizer, Joinable):
         super().__setstate__({})
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} (step {self.averager.step} of {self.averager!r})\n{self.optim!r}"
+        averaged = f"averaged by {self.averager!r} at step {self.averager.step}"
+        return f"{type(self).__name__} ({averaged}, of\n{self.optim!r}\n)"
 
     # Uneven inputs
 
