@@ -165,6 +165,23 @@ class FakeCommunicator:
             gathering.wait()
         return gathering
 
+    def average_(self, flat: torch.Tensor, contributors: Sequence[GroupRank]) -> _Deferred:
+        assert flat.is_contiguous()
+        self._count("average_", flat.nbytes)
+        signature = ("average_", flat.numel(), flat.dtype, tuple(contributors))
+        number = self._post(signature, flat.detach().clone())
+
+        def finish() -> None:
+            values = self._world.collect(number, self.members.group_rank, signature)
+            mean = torch.stack([values[rank] for rank in contributors]).mean(0)
+            flat.detach().copy_(mean)
+            self.received.append(Message("average_", flat.nbytes))
+
+        averaging = _Deferred(finish)
+        if not self._deferred:
+            averaging.wait()
+        return averaging
+
     def send(self, tensor: torch.Tensor, target: GroupRank) -> _Deferred:
         assert tensor.is_contiguous()
         self._count("send", tensor.nbytes)

@@ -129,6 +129,23 @@ def test_what_torch_changes_later_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert tp.changed_later == 2
 
 
+def test_packages_of_algorithms_hold_modules_of_both() -> None:
+    import torch.distributed.algorithms.ddp_comm_hooks as torchs_hooks
+    import torch.distributed.algorithms.model_averaging.averagers as torchs_averagers
+
+    from tensorplay.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, default_hooks
+    from tensorplay.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+        PostLocalSGDState,
+    )
+    from tensorplay.distributed.algorithms.model_averaging import averagers
+
+    assert default_hooks is torchs_hooks.default_hooks
+    assert DDPCommHookType is torchs_hooks.DDPCommHookType
+    assert PostLocalSGDState.__module__.startswith("tensorplay.")
+    assert averagers.PeriodicModelAverager is not torchs_averagers.PeriodicModelAverager
+    assert set(averagers.__all__) == set(torchs_averagers.__all__)
+
+
 # What does not exist
 
 

@@ -5,6 +5,7 @@ import re
 import torch
 import torch.distributed as dist
 
+from tensorplay.distributed.optim import PostLocalSGDOptimizer
 from tests.launch import run_ranks
 
 PACKAGE_PAGE = """
@@ -42,6 +43,22 @@ optimizer = ZeroRedundancyOptimizer(
 )
 """
 
+POST_LOCAL_SGD = """
+import tensorplay as tp
+model = tp.nn.Linear(10, 10)
+
+from tensorplay.distributed.algorithms.model_averaging.averagers import (
+    PeriodicModelAverager,
+)
+from tensorplay.distributed.optim import PostLocalSGDOptimizer
+
+local_optim = tp.optim.SGD(model.parameters(), lr=0.01)
+optimizer = PostLocalSGDOptimizer(
+    optim=local_optim,
+    averager=PeriodicModelAverager(period=4, warmup_steps=100),
+)
+"""
+
 TRAINING_STEP = """
 features = model.in_features
 model(tensorplay.ones(2, features)).sum().backward()
@@ -56,11 +73,16 @@ def on_cpu(snippet: str) -> str:
     return snippet.replace(".cuda()", "")
 
 
-def _run(snippet: str) -> int:
+def _optimizer_of(snippet: str) -> torch.optim.Optimizer:
     names: dict[str, object] = {}
     exec(on_cpu(snippet) + "\nimport tensorplay\n" + TRAINING_STEP, names)  # noqa: S102 - the test
     optimizer = names["optimizer"]
     assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+def _run(snippet: str) -> int:
+    optimizer = _optimizer_of(snippet)
     return sum(parameter.numel() for parameter in optimizer.state)
 
 
@@ -70,6 +92,16 @@ def test_the_package_page_shards_adam() -> None:
 
 def test_the_article_shards_adam() -> None:
     assert sum(run_ranks(2, _run, ARTICLE)) == 100 * 10 + 10
+
+
+def _run_post_local_sgd() -> int:
+    optimizer = _optimizer_of(POST_LOCAL_SGD)
+    assert isinstance(optimizer, PostLocalSGDOptimizer)
+    return optimizer.averager.step
+
+
+def test_the_package_page_runs_post_local_sgd() -> None:
+    assert run_ranks(2, _run_post_local_sgd) == [1, 1]
 
 
 def _import_without_group() -> None:

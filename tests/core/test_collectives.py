@@ -47,6 +47,9 @@ def two_ranks() -> list[dict[str, Any]]:
         _pass_every_dtype,
         _pass_bytes,
         _maximum,
+        _average_every_dtype,
+        _average_of_some,
+        _average_several_in_flight,
         _connect_as_a_stranger,
     ]
     return run_ranks(2, _run_all, functions)
@@ -58,6 +61,9 @@ def three_ranks() -> list[dict[str, Any]]:
         _gather_every_dtype,
         _gather_several,
         _gather_bytes,
+        _average_every_dtype,
+        _average_of_some,
+        _average_several_in_flight,
         _without_a_cpu_backend,
     ]
     return run_ranks(3, _run_all, functions)
@@ -137,6 +143,63 @@ def _gather_a_parameter() -> tuple[list[float], bool]:
 
 def test_a_parameter_can_be_gathered_in_its_own_storage(two_ranks: list[dict[str, Any]]) -> None:
     assert results_of(_gather_a_parameter, two_ranks) == [([0, 1], True)] * 2
+
+
+def average(
+    communicator: GroupCommunicator, flat: torch.Tensor, contributors: list[int] | None = None
+) -> list[Any]:
+    ranks = communicator.members if contributors is None else contributors
+    communicator.average_(flat, [GroupRank(rank) for rank in ranks]).wait()
+    return flat.tolist()
+
+
+def _average_every_dtype() -> list[list[float]]:
+    return [
+        average(world(), torch.full((3,), 3.0 * dist.get_rank(), dtype=dtype))
+        for dtype in (torch.float32, torch.float64)
+    ]
+
+
+def test_averaging_wide_numbers(
+    two_ranks: list[dict[str, Any]], three_ranks: list[dict[str, Any]]
+) -> None:
+    for launched, mean in ((two_ranks, 1.5), (three_ranks, 3.0)):
+        for result in results_of(_average_every_dtype, launched):
+            assert result == [[mean] * 3] * 2
+
+
+def _average_of_some() -> list[list[float]]:
+    rank = dist.get_rank()
+    return [
+        average(world(), torch.full((4,), 2.0 + rank), contributors)
+        for contributors in ([0], [1], [0, dist.get_world_size() - 1])
+    ]
+
+
+def test_every_rank_gets_the_mean_of_some(
+    two_ranks: list[dict[str, Any]], three_ranks: list[dict[str, Any]]
+) -> None:
+    for launched, mean in ((two_ranks, 2.5), (three_ranks, 3.0)):
+        for result in results_of(_average_of_some, launched):
+            assert result == [[2.0] * 4, [3.0] * 4, [mean] * 4]
+
+
+def _average_several_in_flight() -> list[list[float]]:
+    communicator = world()
+    ranks = list(communicator.members)
+    flats = [torch.full((5,), float(dist.get_rank() + 10 * number)) for number in range(4)]
+    launched = [communicator.average_(flat, ranks) for flat in flats]
+    for averaging in launched:
+        averaging.wait()
+    return [flat.tolist() for flat in flats]
+
+
+def test_averages_may_be_in_flight_together(
+    two_ranks: list[dict[str, Any]], three_ranks: list[dict[str, Any]]
+) -> None:
+    for launched, mean in ((two_ranks, 0.5), (three_ranks, 1.0)):
+        for result in results_of(_average_several_in_flight, launched):
+            assert result == [[mean + 10 * number] * 5 for number in range(4)]
 
 
 def _pass_every_dtype() -> dict[str, list[Any]]:
@@ -310,10 +373,11 @@ def _alone() -> list[Any]:
     communicator = world()
     return [
         gather_slices(communicator, [3], torch.float32),
+        average(communicator, torch.ones(3)),
         communicator.max_([4]),
         communicator.all_gather_bytes(b"me"),
     ]
 
 
 def test_one_rank_gathers_from_itself() -> None:
-    assert run_ranks(1, _alone) == [[[1, 1, 1], [4], [b"me"]]]
+    assert run_ranks(1, _alone) == [[[1, 1, 1], [1, 1, 1], [4], [b"me"]]]

@@ -146,6 +146,21 @@ def test_a_run_goes_on_with_the_same_losses_on_other_world_sizes(
     assert losses(tmp_path, mode) == pytest.approx(plain_losses(text, 9)[6:], abs=1e-5)
 
 
+def test_post_local_sgd_learns_and_sends_less(text: Path, tmp_path: Path) -> None:
+    options = ["--steps=18", "--sync=postlocal", "--nproc=2", "--out", tmp_path, "--text", text]
+    done = run(*TINY, *options)
+    assert done.returncode == 0, done.stderr
+    assert "gradients averaged for 10 steps, then parameters every 4" in done.stdout
+    learned = losses(tmp_path, "postlocal")
+    assert learned[:10] == pytest.approx(plain_losses(text, 10), abs=1e-5)
+    assert learned[-1] < learned[10] < learned[0]
+    (record,) = json.loads((tmp_path / "numbers.json").read_text())["runs"].values()
+    parameters = sum(
+        p.nbytes for p in ByteGPT(parse_options(TINY, None)[0].config.model).parameters()
+    )
+    assert record["sent_nbytes"] == pytest.approx(parameters * (10 + 2) / 18)
+
+
 @pytest.mark.parametrize(("nproc", "largest_share"), [(1, 0.6), (2, 1.0)])
 def test_updates_inside_backward_learn_the_same_with_fewer_gradients(
     text: Path, tmp_path: Path, nproc: int, largest_share: float
@@ -253,6 +268,8 @@ def checkpoint(tmp_path: Path, text: Path) -> Path:
         (["--in-backward", "--mode=sharded"], "--mode sharded with --in-backward"),
         (["--steps=0"], "'0' is not a whole number from 1 up"),
         (["--lr=nan"], "--lr nan is not a positive number"),
+        (["--sync=zero", "--mode=both"], "not allowed with argument --sync"),
+        (["--sync=postlocal", "--save=a.pt"], "--sync postlocal with --save or --resume"),
         (["--out=/dev/null/runs"], "cannot write to the folder /dev/null/runs"),
     ],
 )

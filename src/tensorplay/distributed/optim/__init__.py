@@ -1,6 +1,8 @@
 """Distributed-aware optimizers: their state is sharded, averaged or moved, not replicated.
 
 * :class:`ZeroRedundancyOptimizer` (``zero/``) shards the state of any optimizer across ranks.
+* :class:`PostLocalSGDOptimizer` (``local_sgd/``) steps on every rank for itself, and averages the
+  parameters periodically.
 * :func:`detach_copy` copies a state dict so that no tensor takes its bucket along into a file.
 * :func:`as_functional_optim` and :func:`functional_adam` and its siblings (``functional/``) are
   optimizers that are handed their gradients, in place or pure.
@@ -32,6 +34,7 @@ from tensorplay.distributed.optim.in_backward import (
     apply_optimizer_in_backward,
     get_in_backward_optimizers,
 )
+from tensorplay.distributed.optim.local_sgd import PostLocalSGDOptimizer
 from tensorplay.distributed.optim.model_state import detach_copy
 from tensorplay.distributed.optim.zero import (
     RankShare,
@@ -43,6 +46,7 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "ShardingReport",
     "RankShare",
+    "PostLocalSGDOptimizer",
     "detach_copy",
     "apply_optimizer_in_backward",
     "get_in_backward_optimizers",

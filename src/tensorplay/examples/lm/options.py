@@ -19,6 +19,9 @@ MODES = {
 }
 IN_BACKWARD_MODES = ("replicated", "in-backward")
 
+SYNCS = {"ddp": "replicated", "zero": "sharded", "postlocal": "postlocal"}
+"""The run of each ``--sync``."""
+
 _DESCRIPTION = """\
 Train a small language model on real text, twice from the same seed: once with the optimizer state
 replicated on every process, as plain data parallelism does, and once sharded over the processes
@@ -96,8 +99,8 @@ class Options:
         config: What is trained.
         text: The file to learn; ``None`` for the standard library's sources.
         steps: The step to stop at, counted from the very beginning.
-        modes: The runs asked for: ``"replicated"``, ``"sharded"`` or both; or ``"replicated"`` and
-            ``"in-backward"``.
+        modes: The runs asked for: ``"replicated"``, ``"sharded"`` or both; ``"replicated"`` and
+            ``"in-backward"``; or ``"postlocal"``.
         only: The one of them that these processes make; ``None`` for all, one after the other.
         world_size: Number of processes.
         out: Folder for plot and numbers; ``None`` to name one after the moment.
@@ -152,7 +155,9 @@ def parse_options(
         context=given.context,
         in_backward=given.in_backward,
     )
-    if config.in_backward and given.mode != "both":
+    if config.in_backward and given.sync is not None:
+        raise UsageError(f"--sync {given.sync} with --in-backward; leave one of them out")
+    if config.in_backward and given.mode not in {None, "both"}:
         raise UsageError(
             f"--mode {given.mode} with --in-backward, which compares the update inside backward with "
             "the ordinary one; leave one of them out"
@@ -161,7 +166,7 @@ def parse_options(
         config=config,
         text=given.text,
         steps=suited.steps if given.steps is None else given.steps,
-        modes=IN_BACKWARD_MODES if config.in_backward else MODES[given.mode],
+        modes=_modes(given),
         only=given.only,
         world_size=world_size or given.nproc or DEFAULT_NUM_PROCESSES,
         out=given.out,
@@ -178,6 +183,12 @@ def parse_options(
     if checkpoint is not None:
         _check_resume(options, checkpoint)
     return options, checkpoint
+
+
+def _modes(given: argparse.Namespace) -> tuple[str, ...]:
+    if given.in_backward:
+        return IN_BACKWARD_MODES
+    return MODES[given.mode or "both"] if given.sync is None else (SYNCS[given.sync],)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -216,7 +227,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--nproc", type=_count, help=f"processes on this machine ({DEFAULT_NUM_PROCESSES})"
     )
-    run.add_argument("--mode", choices=MODES, default="both", help="which runs to make (both)")
+    runs = run.add_mutually_exclusive_group()
+    runs.add_argument("--mode", choices=MODES, help="which runs to make (both)")
+    runs.add_argument(
+        "--sync",
+        choices=SYNCS,
+        help="make one run: ddp is --mode replicated, zero is --mode sharded, postlocal lets each "
+        "process train for itself after a warm-up and averages the parameters every few steps",
+    )
     run.add_argument(
         "--in-backward",
         action="store_true",
@@ -236,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
 
     # How the launcher talks to the processes it starts.
     parser.add_argument(
-        "--only", choices=(*MODES["both"], IN_BACKWARD_MODES[1]), help=argparse.SUPPRESS
+        "--only", choices=(*SYNCS.values(), IN_BACKWARD_MODES[1]), help=argparse.SUPPRESS
     )
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--launcher-pid", type=int, help=argparse.SUPPRESS)
@@ -273,6 +291,11 @@ def _check(options: Options) -> None:
         raise UsageError(
             f"--batch {config.batch} leaves some of the {options.world_size} processes without "
             "work; pass a batch of at least their number, or fewer processes"
+        )
+    if "postlocal" in options.modes and (options.save or options.resume):
+        raise UsageError(
+            "--sync postlocal with --save or --resume: the processes' weights differ between two "
+            "averages, and a checkpoint of this program holds one process's; leave them out"
         )
     if options.save is not None and options.save.is_dir():
         raise UsageError(f"--save {options.save} is a folder; pass the path of a file")

@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorplay.distributed.optim import ZeroRedundancyOptimizer, apply_optimizer_in_backward
+from tensorplay.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from tensorplay.distributed.optim import (
+    PostLocalSGDOptimizer,
+    ZeroRedundancyOptimizer,
+    apply_optimizer_in_backward,
+)
+
+WARMUP_STEPS = 10
+"""Steps in which the learning rate rises, and in which post-local SGD isn't local yet."""
 
 
 class Placement(Protocol):
@@ -43,6 +51,21 @@ def sharded(
     return ZeroRedundancyOptimizer(parameters, optimizer_class=optimizer_class, **defaults)
 
 
+AVERAGING_PERIOD = 4
+
+
+def postlocal(
+    parameters: list[nn.Parameter],
+    optimizer_class: type[torch.optim.Optimizer],
+    **defaults: Any,
+) -> torch.optim.Optimizer:
+    """Every rank holds all of the state, of its own training; parameters are averaged."""
+    return PostLocalSGDOptimizer(
+        optimizer_class(parameters, **defaults),
+        PeriodicModelAverager(AVERAGING_PERIOD, WARMUP_STEPS),
+    )
+
+
 def in_backward(model: nn.Module) -> Placement:
     """Every rank holds all of the state, and updates ``model`` inside backward, clipped there."""
 
@@ -67,7 +90,11 @@ LARGEST_GRADIENT_NORM = 1.0
 # What language models are usually trained with: a shorter memory of squared gradients.
 _ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "fused": True}
 
-PLACEMENTS: dict[str, Placement] = {"replicated": replicated, "sharded": sharded}
+PLACEMENTS: dict[str, Placement] = {
+    "replicated": replicated,
+    "sharded": sharded,
+    "postlocal": postlocal,
+}
 
 
 def build_optimizers(

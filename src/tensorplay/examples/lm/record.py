@@ -8,7 +8,7 @@ class RunRecord:
     """What one run did, the same on every rank.
 
     Args:
-        mode: ``"replicated"``, ``"sharded"`` or ``"in-backward"``.
+        mode: ``"replicated"``, ``"sharded"``, ``"in-backward"`` or ``"postlocal"``.
         device: ``"cpu"`` or ``"cuda"``.
         first_step: Steps taken before it, by the run it resumed.
         losses: Mean loss of the global batch at each step, before that step's update.

@@ -13,6 +13,7 @@ import torch
 from tensorplay import __version__
 from tensorplay.examples.lm.model import ByteGPT
 from tensorplay.examples.lm.options import Options
+from tensorplay.examples.lm.placement import AVERAGING_PERIOD, WARMUP_STEPS
 from tensorplay.examples.lm.record import RunRecord
 from tensorplay.examples.lm.text import Text
 
@@ -26,6 +27,10 @@ def introduce(options: Options, text: Text, device: torch.device) -> str:
         numel = sum(parameter.numel() for parameter in ByteGPT(config.model).parameters())
     where = "one GPU each, NCCL" if device.type == "cuda" else "CPU, gloo"
     how = f"optimizer state {' then '.join(options.modes)}"
+    if options.modes == ("postlocal",):
+        how = (
+            f"gradients averaged for {WARMUP_STEPS} steps, then parameters every {AVERAGING_PERIOD}"
+        )
     if options.config.in_backward:
         how = "updates after and then inside backward"
     return (
@@ -118,7 +123,7 @@ def judge(records: Sequence[RunRecord]) -> tuple[bool, str]:
     if not all(math.isfinite(loss) for record in records for loss in record.losses):
         return False, "NOTHING LEARNED: the loss is not finite; try a smaller --lr."
     if len(records) == 1:
-        return True, f"One run, {records[0].mode}; --mode both compares."
+        return True, f"One run, {records[0].mode}; without --mode and --sync, two are compared."
     difference = largest_loss_difference(records)
     if difference <= LOSS_TOLERANCE:
         how = "exactly" if difference == 0 else f"within {difference:.0e}"
@@ -139,6 +144,8 @@ def explain(records: Sequence[RunRecord], *, one_process: bool) -> str:
     on_cpu = records[0].device == "cpu"
     memory = "what is resident, torch's own code included" if on_cpu else "what torch allocated"
     gather = ", and when sharded the gather of the parameters" if records[-1].shards else ""
+    if records[0].mode == "postlocal":
+        gather = " during the warm-up, later of the parameters when they are averaged"
     lines = [
         "Final loss: of the last step's batch, before its update.",
         f"State and memory: of the process that needs most; memory is {memory}.",
@@ -186,6 +193,7 @@ def plot(path: Path, options: Options, text: Text, records: Sequence[RunRecord])
     styles: dict[str, dict[str, Any]] = {
         "replicated": {"color": "#f2a65a", "linewidth": 5, "solid_capstyle": "round"},
         "sharded": {"color": "#1f3b57", "linewidth": 1.6},
+        "postlocal": {"color": "#3b7a57", "linewidth": 1.6},
         "in-backward": {"color": "#1f3b57", "linewidth": 1.6},
     }
     figure, (curves, bars) = plt.subplots(
@@ -202,9 +210,10 @@ def plot(path: Path, options: Options, text: Text, records: Sequence[RunRecord])
         curves.plot(
             steps,
             record.losses,
-            label="updated inside backward"
-            if record.mode == "in-backward"
-            else f"optimizer state {record.mode}",
+            label={
+                "postlocal": "post-local SGD",
+                "in-backward": "updated inside backward",
+            }.get(record.mode, f"optimizer state {record.mode}"),
             marker="o" if len(record.losses) == 1 else None,
             **styles[record.mode],
         )

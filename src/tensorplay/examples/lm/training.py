@@ -11,14 +11,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from tensorplay.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from tensorplay.distributed.optim.local_sgd.schedule import is_due
 from tensorplay.examples.lm.checkpoint import Checkpoint, write_checkpoint
 from tensorplay.examples.lm.errors import UsageError
 from tensorplay.examples.lm.memory import PeakGradients, PeakMemory
 from tensorplay.examples.lm.model import ByteGPT
 from tensorplay.examples.lm.options import Options
 from tensorplay.examples.lm.placement import (
+    AVERAGING_PERIOD,
     LARGEST_GRADIENT_NORM,
     PLACEMENTS,
+    WARMUP_STEPS,
     build_optimizers,
     describe_shards,
     full_states,
@@ -28,8 +35,6 @@ from tensorplay.examples.lm.placement import (
 )
 from tensorplay.examples.lm.record import RunRecord
 from tensorplay.examples.lm.text import Text, cut_windows, partition_batch, sample_positions
-
-WARMUP_STEPS = 10
 
 
 def train(
@@ -48,6 +53,11 @@ def train(
     replica: nn.Module = model
     if not (steps_in_backward and world_size == 1):  # DDP's buckets would keep all gradients
         replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if mode == "postlocal":
+            hook_state = PostLocalSGDState(
+                None, None, WARMUP_STEPS, post_local_gradient_allreduce=False
+            )
+            replica.register_comm_hook(hook_state, post_localSGD_hook)
     place = in_backward(model) if steps_in_backward else PLACEMENTS[mode]
     optimizers = build_optimizers(config.optimizer, model, place, config.lr)
     first_step = 0
@@ -110,7 +120,9 @@ def train(
         steps_per_second=(
             (len(losses) - 1) / (elapsed_s - first_step_s) if len(losses) > 1 else 1 / elapsed_s
         ),
-        sent_nbytes=_all_reduce_nbytes(model, world_size) + gather_nbytes(optimizers) / world_size,
+        sent_nbytes=_share_of_reducing_steps(mode, range(first_step, options.steps))
+        * _all_reduce_nbytes(model, world_size)
+        + gather_nbytes(optimizers) / world_size,
         shards=describe_shards(optimizers),
     )
     if options.save is not None and mode == options.modes[-1]:
@@ -161,7 +173,19 @@ def _largest_over_ranks(value: int, device: torch.device) -> int:
     return int(largest.item())
 
 
+def _share_of_reducing_steps(mode: str, steps: range) -> float:
+    """In which part of the steps all gradients, or all parameters, are averaged over the ranks."""
+    if mode != "postlocal":
+        return 1.0
+    reducing = [
+        step
+        for step in steps
+        if step < WARMUP_STEPS or is_due(step, AVERAGING_PERIOD, WARMUP_STEPS)
+    ]
+    return len(reducing) / len(steps)
+
+
 def _all_reduce_nbytes(model: ByteGPT, world_size: int) -> float:
-    """Bytes that each rank sends when DDP all-reduces the gradients in a ring."""
+    """Bytes that each rank sends when all gradients, or parameters, are all-reduced in a ring."""
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     return 2 * (world_size - 1) / world_size * nbytes

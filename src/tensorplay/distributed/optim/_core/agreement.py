@@ -27,6 +27,14 @@ class PeerError(RuntimeError):
     """Another rank failed in this call; the message names it and what it raised."""
 
 
+class Description:
+    """What must be the same on every rank, for calls that say it often: digested once."""
+
+    def __init__(self, value: Json) -> None:
+        self.value = value
+        self.digest = _digest(value)
+
+
 class Agreement:
     """Settles each call of one distributed object among the ranks of its group.
 
@@ -42,7 +50,11 @@ class Agreement:
         """How many calls have ended in an error on every rank: the same number on all of them."""
 
     def settle(
-        self, call: str, description: Json = None, error: BaseException | None = None, flag: int = 0
+        self,
+        call: str,
+        description: Json | Description = None,
+        error: BaseException | None = None,
+        flag: int = 0,
     ) -> int:
         """Returns the largest ``flag`` of all ranks if they agree, else raises on every rank.
 
@@ -58,7 +70,9 @@ class Agreement:
             RankDisagreementError: if calls or descriptions differ.
             CommunicationError: if some rank doesn't come within the group's time-out, or has died.
         """
-        facts = [_digest(call), _digest(description)]
+        if not isinstance(description, Description):
+            description = Description(description)
+        facts = [_digest(call), description.digest]
         try:
             agreed = self._communicator.max_(
                 [*facts, *(-fact for fact in facts), int(error is not None), flag]
@@ -73,7 +87,7 @@ class Agreement:
         self.num_refused += 1
         # Descriptions may be long: only sent around if they are what differs.
         same_call = highest[0] == lowest[0]
-        raise self._explain(call, description if same_call and not failed else None, error)
+        raise self._explain(call, description.value if same_call and not failed else None, error)
 
     def _explain(self, call: str, description: Json, error: BaseException | None) -> BaseException:
         statement = {

@@ -1,4 +1,4 @@
-"""The only place that issues collectives: three verbs for tensors, two for small agreements.
+"""The only place that issues collectives: four verbs for tensors, two for small agreements.
 
 Note [Strategies]
     Backends differ more than their names promise. On gloo, one broadcast per owner in place is
@@ -11,7 +11,7 @@ Note [Control group]
     would wait for the device's queue, so such a group gets a gloo companion of the same members.
 
 Every method here must be called by all ranks of the group, in the same order, unless it says
-otherwise. Payloads travel as bytes, so that every dtype works on every backend.
+otherwise. Payloads that aren't reduced travel as bytes, so that every dtype works everywhere.
 """
 
 import ctypes
@@ -26,6 +26,8 @@ from tensorplay.distributed.optim._core.ranks import GroupMembers, GroupRank
 
 # The name that torch gave the same collective in 2.13, or the older one, which 2.13 deprecates.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_BACKENDS_THAT_AVERAGE = frozenset({"gloo", "nccl"})
 
 
 class Waitable(Protocol):
@@ -48,6 +50,14 @@ class Communicator(Protocol):
 
     def gather_from_owners(self, flat: torch.Tensor, cuts: Sequence[int]) -> Waitable:
         """Fills ``flat`` in place: each rank's slice ``[cuts[r], cuts[r+1])`` comes from rank r."""
+
+    def average_(self, flat: torch.Tensor, contributors: Sequence[GroupRank]) -> Waitable:
+        """Gives every rank the mean of the contributors' ``flat``, in place.
+
+        Args:
+            flat: ``(numel,)`` real floating-point numbers, as many on every rank.
+            contributors: whose values count, at least one; the same on every rank.
+        """
 
     def send(self, tensor: torch.Tensor, target: GroupRank) -> Waitable:
         """Sends a contiguous tensor; only the sender and ``target`` call."""
@@ -186,6 +196,19 @@ class GroupCommunicator:
             ]
         )
 
+    def average_(self, flat: torch.Tensor, contributors: Sequence[GroupRank]) -> Waitable:
+        """See :class:`Communicator`."""
+        backend = self._backends[flat.device.type]
+        everyone = len(contributors) == self.members.world_size
+        if everyone and backend in _BACKENDS_THAT_AVERAGE:
+            op, divisor = dist.ReduceOp.AVG, 1
+        else:
+            op, divisor = dist.ReduceOp.SUM, len(contributors)
+        if self.members.group_rank not in contributors:
+            flat.zero_()
+        work = dist.all_reduce(flat, op, group=self.process_group, async_op=True)
+        return _Divided(_launched(work, "from all ranks"), flat, divisor)
+
     def send(self, tensor: torch.Tensor, target: GroupRank) -> Waitable:
         """See :class:`Communicator`."""
         peer = self.members.to_global(target)
@@ -269,6 +292,20 @@ class GroupCommunicator:
         dist.all_gather(gathered, own, group=self._control_group)
         messages = [_bytes_of(message) for message in gathered]
         return [message[8:][: int.from_bytes(message[:8], "little")] for message in messages]
+
+
+class _Divided:
+    """A sum that becomes a mean when it is awaited."""
+
+    def __init__(self, works: Works, flat: torch.Tensor, divisor: int) -> None:
+        self._works = works
+        self._flat = flat
+        self._divisor = divisor
+
+    def wait(self) -> None:
+        self._works.wait()
+        if self._divisor != 1:
+            self._flat.div_(self._divisor)
 
 
 def connect(process_group: dist.ProcessGroup | None, user: str) -> GroupCommunicator:

@@ -1,0 +1,118 @@
+"""The plan of an average: which tensors travel from where they are, and which packed together.
+
+Large tensors are averaged in their own memory. Small ones are packed into buckets, tightly, because
+what pads them would be averaged too. Types below 32 bits are packed as float32, in which their sum
+keeps its bits.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
+
+BUCKET_BYTES = 12 * 1024 * 1024
+"""Of a bucket at most; two of them are in use at a time."""
+
+IN_PLACE_FROM_BYTES = 256 * 1024
+"""Tensors of at least this size are averaged in their own memory."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one tensor: its elements ``[start, end)`` in memory order."""
+
+    tensor: int
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What one collective averages.
+
+    Attributes:
+        pieces: of tensors of one type, in order.
+        packed: whether they travel in a bucket; otherwise it is one whole tensor, in its memory.
+        alone: nothing else may be under way, since its tensor shares memory with others.
+        dtype: real; in which it travels. A complex element counts as two.
+        device: where.
+    """
+
+    pieces: tuple[Piece, ...]
+    packed: bool
+    alone: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        """How many elements travel."""
+        return sum(piece.numel for piece in self.pieces)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes travel."""
+        return self.numel * self.dtype.itemsize
+
+
+def plan_parcels(specs: Sequence[ParameterSpec], dense: Sequence[bool]) -> tuple[Parcel, ...]:
+    """Every element of every tensor in exactly one parcel: a pure function of metadata.
+
+    Args:
+        specs: the tensors, by index.
+        dense: for each whether its elements fill their stretch of memory. One that isn't stays
+            whole, and may make a bucket larger than ``BUCKET_BYTES``.
+    """
+    lodgers = Counter(spec.memory_unit for spec in specs)
+    in_place, packed = [], []
+    to_pack: defaultdict[tuple[torch.device, torch.dtype], list[Piece]] = defaultdict(list)
+    for spec, is_dense in zip(specs, dense, strict=True):
+        dtype = _travelling_dtype(spec.dtype)
+        numel = spec.numel * (2 if spec.dtype.is_complex else 1)
+        whole = Piece(spec.index, 0, numel)
+        # Overlapping tensors are averaged one after the other: the second time changes nothing
+        # where the first has been.
+        alone = lodgers[spec.memory_unit] > 1
+        large = spec.nbytes >= IN_PLACE_FROM_BYTES
+        if is_dense and large and spec.dtype.itemsize >= torch.float32.itemsize:
+            in_place.append(Parcel((whole,), False, alone, dtype, spec.device))
+        elif alone and numel:
+            packed.append(Parcel((whole,), True, alone, dtype, spec.device))
+        elif numel:
+            step = BUCKET_BYTES // dtype.itemsize if is_dense else numel
+            to_pack[spec.device, spec.dtype].extend(
+                Piece(spec.index, start, min(start + step, numel))
+                for start in range(0, numel, step)
+            )
+    for (device, dtype), pieces in to_pack.items():
+        travelling = _travelling_dtype(dtype)
+        packed.extend(
+            Parcel(tuple(members), True, False, travelling, device)
+            for members in _fill(pieces, BUCKET_BYTES // travelling.itemsize)
+        )
+    return (*in_place, *packed)
+
+
+def _travelling_dtype(dtype: torch.dtype) -> torch.dtype:
+    real = dtype.to_real()
+    return real if real.itemsize >= torch.float32.itemsize else torch.float32
+
+
+def _fill(pieces: Sequence[Piece], capacity: int) -> list[list[Piece]]:
+    parts: list[list[Piece]] = []
+    free = -1
+    for piece in pieces:
+        if piece.numel > free:
+            parts.append([])
+            free = capacity
+        parts[-1].append(piece)
+        free -= piece.numel
+    return parts
