@@ -12,7 +12,22 @@ NOT_OPTIONS = ("params", "param_names")
 """Keys of a param group that say *what* is optimized; all others are options: how."""
 
 
-class WrappedOptimizer(Optimizer):
+class StateDictHooks(Optimizer):
+    """Runs the hooks registered for state dicts, for classes that make and load these themselves."""
+
+    def _run_state_dict_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = _or(hook(self, state_dict), state_dict)
+        return state_dict
+
+    def _run_load_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = _or(hook(self, state_dict), state_dict)
+        return state_dict
+
+
+class WrappedOptimizer(StateDictHooks):
     """A real ``torch.optim.Optimizer`` that lets an inner one, ``self.optim``, do the updates.
 
     ``state`` and ``defaults`` are the inner optimizer's own, so that schedulers, which read
@@ -64,17 +79,6 @@ class WrappedOptimizer(Optimizer):
             f"Optimizer.step#{type(optimizer).__name__}.step"
         ):
             return _call(bare.__get__(optimizer), closure, kwargs)
-
-    def _run_state_dict_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = _or(hook(self, state_dict), state_dict)
-        return state_dict
-
-    def _run_load_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state_dict = state_dict.copy()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = _or(hook(self, state_dict), state_dict)
-        return state_dict
 
 
 def canonical_groups(params: Any) -> list[dict[str, Any]]:
