@@ -63,22 +63,26 @@ class WrappedOptimizer(StateDictHooks):
 
     def _step_inner(self, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]) -> Any:
         """One step of the inner optimizer, with its own step hooks but not the global ones again."""
-        optimizer = self.optim
-        step = type(optimizer).step
-        bare = getattr(step, "__wrapped__", None)
-        if (
-            "step" in vars(optimizer)
-            or bare is None
-            or not getattr(step, "hooked", False)
-            or getattr(bare, "hooked", False)  # a decorator copied the mark from what it wraps
-        ):
-            return _call(optimizer.step, closure, kwargs)  # somebody patched it: call what is there
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001 - torch has no public name for it
-            bare = _with_own_hooks(bare)
-        with torch.autograd.profiler.record_function(
-            f"Optimizer.step#{type(optimizer).__name__}.step"
-        ):
-            return _call(bare.__get__(optimizer), closure, kwargs)
+        return step_once(self.optim, closure, kwargs)
+
+
+def step_once(
+    optimizer: Optimizer, closure: Callable[[], Any] | None = None, kwargs: Mapping[str, Any] = {}
+) -> Any:
+    """One step of an optimizer inside another's, with its own hooks but not the global ones again."""
+    step = type(optimizer).step
+    bare = getattr(step, "__wrapped__", None)
+    if (
+        "step" in vars(optimizer)
+        or bare is None
+        or not getattr(step, "hooked", False)
+        or getattr(bare, "hooked", False)  # a decorator copied the mark from what it wraps
+    ):
+        return _call(optimizer.step, closure, kwargs)  # somebody patched it: call what is there
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001 - torch has no public name for it
+        bare = _with_own_hooks(bare)
+    with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+        return _call(bare.__get__(optimizer), closure, kwargs)
 
 
 def canonical_groups(params: Any) -> list[dict[str, Any]]:

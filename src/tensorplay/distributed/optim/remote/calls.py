@@ -1,15 +1,18 @@
-"""The only place that issues RPCs: launches all, waits for all, and sorts answers from failures."""
+"""The only place that issues RPCs: launches all, waits for all, and sorts answers from failures.
+
+Importing this needs a torch that has RPC.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed.autograd as dist_autograd
+from torch.distributed import rpc
+from torch.distributed.rpc.api import get_rpc_timeout  # type: ignore[attr-defined]  # re-exported implicitly
+
+from tensorplay.distributed.optim.remote import endpoints
 from tensorplay.distributed.optim.remote.failures import Failure
-
-HOW_TO_INIT = """\
-    torch.distributed.rpc.init_rpc("trainer", rank=0, world_size=2)
-
-on every worker, each with its own name and rank, and MASTER_ADDR and MASTER_PORT set"""
 
 DEFAULT_LEASE_S = 60.0
 """How long a turn may last where RPC has no time-out."""
@@ -33,27 +36,8 @@ class Outcome:
     busy: list[str] = field(default_factory=list)
 
 
-def require_rpc() -> None:
-    """Raises ``RuntimeError`` with the cure if this process can't make RPCs."""
-    from torch.distributed import rpc
-
-    if not rpc.is_available():
-        raise RuntimeError(
-            "DistributedOptimizer over RRefs needs RPC, which this build of PyTorch doesn't have "
-            "(torch.distributed.rpc.is_available() is False); builds for Linux and macOS have it"
-        )
-    try:
-        rpc.get_worker_info()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"DistributedOptimizer over RRefs needs RPC, which is not initialised; call\n\n{HOW_TO_INIT}"
-        ) from error
-
-
 def require_context(context_id: int) -> None:
     """Raises if ``context_id`` isn't a distributed autograd context of this worker."""
-    import torch.distributed.autograd as dist_autograd
-
     try:
         dist_autograd._is_valid_context(context_id)  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no public name for it
     except (RuntimeError, TypeError) as error:
@@ -70,8 +54,6 @@ def ask(requests: Mapping[str, tuple[Any, ...]]) -> Outcome:
     Args:
         requests: by worker, the action's name and its arguments.
     """
-    from tensorplay.distributed.optim.remote import endpoints
-
     calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
     for worker, (action, *arguments) in requests.items():
         request = (action, tuple(arguments))
@@ -84,10 +66,6 @@ def ask(requests: Mapping[str, tuple[Any, ...]]) -> Outcome:
 
 def take_turns(workers: Iterable[str], token: str) -> Outcome:
     """Takes a turn on one worker after the other, up to the first failure; see Note [Turns]."""
-    from torch.distributed.rpc.api import get_rpc_timeout  # type: ignore[attr-defined]  # re-exported implicitly
-
-    from tensorplay.distributed.optim.remote import endpoints
-
     lease_s = get_rpc_timeout() or DEFAULT_LEASE_S
     taken = Outcome()
     for worker in sorted(workers):
@@ -100,8 +78,6 @@ def take_turns(workers: Iterable[str], token: str) -> Outcome:
 
 
 def _launch_and_wait(calls: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> dict[str, Any]:
-    from torch.distributed import rpc
-
     results: dict[str, Any] = {}
     for worker, (function, arguments) in calls.items():
         try:
@@ -118,8 +94,6 @@ def _launch_and_wait(calls: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> dict[s
 
 
 def _sort(results: Mapping[str, Any]) -> Outcome:
-    from tensorplay.distributed.optim.remote import endpoints
-
     outcome = Outcome()
     for worker, result in results.items():
         value = endpoints.decode(result) if isinstance(result, str) else result

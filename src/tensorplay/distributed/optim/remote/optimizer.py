@@ -5,7 +5,7 @@ import math
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -18,14 +18,17 @@ from tensorplay.distributed.optim._core.state_dicts import (
     require_fit,
 )
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
+    NOT_OPTIONS,
     StateDictHooks,
     all_parameters,
     options_of,
     parameter_indices,
 )
-from tensorplay.distributed.optim.remote import calls
-from tensorplay.distributed.optim.remote.calls import Outcome
+from tensorplay.distributed.optim.remote.availability import require_rpc
 from tensorplay.distributed.optim.remote.failures import combine
+
+if TYPE_CHECKING:
+    from tensorplay.distributed.optim.remote.calls import Outcome
 
 CPU = torch.device("cpu")
 UNCHANGED = "nothing has changed on any worker"
@@ -77,7 +80,10 @@ class RemoteOptimizer(StateDictHooks):
         atomic: bool = False,
         **kwargs: Any,
     ) -> None:
-        calls.require_rpc()
+        require_rpc()
+        from tensorplay.distributed.optim.remote import calls  # torch may not have RPC
+
+        self._calls = calls
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be a positive number, got {clip_grad_norm!r}")
         self.clip_grad_norm = clip_grad_norm
@@ -108,7 +114,7 @@ class RemoteOptimizer(StateDictHooks):
                 a worker fails, or gives no answer within the RPC time-out. The message names each
                 such worker, with its traceback, and says what holds on the others.
         """
-        calls.require_context(context_id)
+        self._calls.require_context(context_id)
         scale = self._clip(context_id)
         changed = self._changed_options()
         changes: dict[str, Change] = {
@@ -273,7 +279,7 @@ class RemoteOptimizer(StateDictHooks):
                 "spread over several workers",
                 "so that each worker would compute something else. Keep its parameters on one worker",
             )
-        outcome = calls.ask(
+        outcome = self._calls.ask(
             {
                 name: (
                     "create",
@@ -342,8 +348,11 @@ class RemoteOptimizer(StateDictHooks):
         for position, (group, known) in enumerate(zip(self.param_groups, self._known, strict=True)):
             new = {
                 key: clone(value, CPU)
-                for key, value in options_of(group).items()
-                if key not in known or not _is_same(value, known[key])
+                for key, value in group.items()
+                # What can be changed in place is known as a copy, and so never identical.
+                if (key not in known or value is not known[key])
+                and key not in NOT_OPTIONS
+                and (key not in known or not _is_same(value, known[key]))
             }
             if new:
                 changed[position] = new
@@ -362,14 +371,14 @@ class RemoteOptimizer(StateDictHooks):
     def _ask(self, call: str, action: str, *arguments: Any, state: str) -> dict[str, Any]:
         """Asks all owners for something that waits for nobody's turn."""
         requests = {n: (action, owner.key, *arguments) for n, owner in self._owners.items()}
-        outcome = calls.ask(requests)
+        outcome = self._calls.ask(requests)
         if outcome.failures:
             raise combine(call, outcome.failures, len(requests), state)
         return outcome.answers
 
     def _each(self, call: str, changes: Mapping[str, Change]) -> dict[str, Any]:
         """Asks owners for changes that don't depend on each other."""
-        outcome = calls.ask(
+        outcome = self._calls.ask(
             {
                 name: (change, self._owners[name].key, *arguments)
                 for name, (change, arguments) in changes.items()
@@ -396,14 +405,14 @@ class RemoteOptimizer(StateDictHooks):
             raise combine(call, outcome.failures, len(changes), state)
         return outcome.answers
 
-    def _in_turns(self, changes: Mapping[str, Change]) -> tuple[Outcome, str]:
+    def _in_turns(self, changes: Mapping[str, Change]) -> tuple["Outcome", str]:
         """Prepares all changes, then keeps all or undoes all; says what holds after failures."""
         token = next(self._tokens)
-        taken = calls.take_turns(changes, token)
+        taken = self._calls.take_turns(changes, token)
         if taken.failures:
-            calls.ask(dict.fromkeys(taken.answers, ("end_turn", token, False)))
+            self._calls.ask(dict.fromkeys(taken.answers, ("end_turn", token, False)))
             return taken, UNCHANGED
-        prepared = calls.ask(
+        prepared = self._calls.ask(
             {
                 name: ("prepare", token, self._owners[name].key, *change)
                 for name, change in changes.items()
@@ -412,14 +421,14 @@ class RemoteOptimizer(StateDictHooks):
         if prepared.failures:
             # Those that gave no answer undo it when their turn has lasted too long.
             present = [n for n in changes if n in prepared.answers or prepared.failures[n].answered]
-            calls.ask(dict.fromkeys(present, ("end_turn", token, False)))
+            self._calls.ask(dict.fromkeys(present, ("end_turn", token, False)))
             return prepared, UNCHANGED
-        ended = calls.ask(dict.fromkeys(changes, ("end_turn", token, True)))
+        ended = self._calls.ask(dict.fromkeys(changes, ("end_turn", token, True)))
         state = (
             f"it is done on {', '.join(ended.answers) or 'no worker'}; those that failed were lost "
             "between preparing and keeping it, so whether it is done there is unknown"
         )
-        return Outcome(prepared.answers, ended.failures), state
+        return self._calls.Outcome(prepared.answers, ended.failures), state
 
 
 def _canonical(params: Any, position: int = 0) -> list[dict[str, Any]]:

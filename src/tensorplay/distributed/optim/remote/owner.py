@@ -10,7 +10,11 @@ from torch.optim import Optimizer
 
 from tensorplay.distributed.optim._core.coupled_optimizers import refuse_coupling_options
 from tensorplay.distributed.optim._core.state_dicts import clone
-from tensorplay.distributed.optim._core.wrapped_optimizer import all_parameters, options_of
+from tensorplay.distributed.optim._core.wrapped_optimizer import (
+    all_parameters,
+    options_of,
+    step_once,
+)
 
 CPU = torch.device("cpu")
 
@@ -57,7 +61,10 @@ class LocalOptimizer:
                 "a worker knows the norm of its own gradients only. Set max_grad_norm to 0 or None, "
                 "and pass clip_grad_norm= to DistributedOptimizer",
             )
-        self._may_fuse = _has_torchs_fused_step(self._optim)
+        step = inspect.unwrap(type(self._optim).step)
+        self._may_fuse = step in _FUSED_STEPS
+        self._writes_options = not step.__module__.startswith("torch.optim.")
+        self._look_again()
 
     def describe(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The defaults, and each group's options."""
@@ -87,7 +94,9 @@ class LocalOptimizer:
         try:
             for position, options in changes.items():
                 optim.param_groups[position].update(options)
-            before = [dict(group) for group in optim.param_groups]
+            if changes:
+                self._look_again()
+            before = [dict(group) for group in optim.param_groups] if self._writes_options else []
             if scale is not None:
                 gradients = {p: gradient * scale for p, gradient in gradients.items()}
             self._step_with(gradients)
@@ -117,9 +126,11 @@ class LocalOptimizer:
 
         def undo() -> None:
             optim.state, optim.param_groups = state, groups
+            self._look_again()
 
         try:
             optim.load_state_dict(state_dict)
+            self._look_again()
             return self.describe()[1], undo
         except Exception:
             undo()
@@ -135,10 +146,12 @@ class LocalOptimizer:
         def undo() -> None:
             del optim.param_groups[before:]
             self._names = known
+            self._look_again()
 
         try:
             self._take_names([group], [names])
             optim.add_param_group(group)
+            self._look_again()
             return self.describe()[1][-1], undo
         except Exception:
             undo()
@@ -170,32 +183,18 @@ class LocalOptimizer:
         ):  # the trainer has checked the id: this worker had no part in the context
             return {}
         found = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]  # torch re-exports it implicitly
-        return {p: found[p] for p in all_parameters(self._optim.param_groups) if p in found}
+        return {p: found[p] for p in self._parameters if p in found}
 
-    def _step_with(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Steps with these gradients and no others; ``.grad`` is afterwards what it was."""
-        parameters = list(all_parameters(self._optim.param_groups))
-        kept = [parameter.grad for parameter in parameters]
-        fused = [group for group in self._optim.param_groups if self._is_fusable(group, gradients)]
-        try:
-            for parameter in parameters:
-                parameter.grad = gradients.get(parameter)
-            for group in fused:
-                group["fused"] = True
-            self._optim.step()
-        finally:
-            for group in fused:
-                group["fused"] = None
-            for parameter, gradient in zip(parameters, kept, strict=True):
-                parameter.grad = gradient
+    def _look_again(self) -> None:
+        """Takes note of the groups after they have changed, so that a step needn't look at them."""
+        groups = self._optim.param_groups
+        self._parameters = list(all_parameters(groups))
+        self._fusable = [group for group in groups if self._may_fuse and self._is_fusable(group)]
 
-    def _is_fusable(
-        self, group: Mapping[str, Any], gradients: Mapping[torch.Tensor, torch.Tensor]
-    ) -> bool:
-        """Whether the fused kernel is to step a group; see Note [Fused by default]."""
+    def _is_fusable(self, group: Mapping[str, Any]) -> bool:
+        """Whether the fused kernel may step a group; see Note [Fused by default]."""
         return (
-            self._may_fuse
-            and group["fused"] is None
+            group["fused"] is None
             and group["foreach"] is None
             and not group["differentiable"]
             and not group.get("capturable")
@@ -203,12 +202,28 @@ class LocalOptimizer:
             and all(
                 parameter.device.type == "cpu"
                 and parameter.dtype in {torch.float32, torch.float64}
-                and gradients[parameter].layout is torch.strided
                 and _is_float32(self._optim.state.get(parameter, {}).get("step"))
                 for parameter in group["params"]
-                if parameter in gradients
             )
         )
+
+    def _step_with(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Steps with these gradients and no others; ``.grad`` is afterwards what it was."""
+        kept = [parameter.grad for parameter in self._parameters]
+        fused = self._fusable
+        if any(gradient.layout is not torch.strided for gradient in gradients.values()):
+            fused = []
+        try:
+            for parameter in self._parameters:
+                parameter.grad = gradients.get(parameter)
+            for group in fused:
+                group["fused"] = True
+            step_once(self._optim)
+        finally:
+            for group in fused:
+                group["fused"] = None
+            for parameter, gradient in zip(self._parameters, kept, strict=True):
+                parameter.grad = gradient
 
     def _remember(self, gradients: Iterable[torch.Tensor]) -> Undo:
         """Copies what a step with these gradients may change; see ``step``."""
@@ -228,6 +243,7 @@ class LocalOptimizer:
             for group, before in zip(optim.param_groups, groups, strict=True):
                 group.clear()
                 group.update(before)
+            self._look_again()
 
         return undo
 
@@ -241,13 +257,11 @@ class LocalOptimizer:
 # for the loop.
 
 
-def _has_torchs_fused_step(optim: Optimizer) -> bool:
-    # torch wraps `step` in each class that is instantiated.
-    step = inspect.unwrap(type(optim).step)
-    return step in {
-        inspect.unwrap(known.step)
-        for known in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-    }
+# torch wraps `step` in each class that is instantiated.
+_FUSED_STEPS = {
+    inspect.unwrap(known.step)
+    for known in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+}
 
 
 def _is_float32(step: Any) -> bool:
@@ -256,10 +270,10 @@ def _is_float32(step: Any) -> bool:
 
 
 def _changes_between(
-    before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+    before: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]]
 ) -> Changes:
     changes = {}
-    for position, (old, new) in enumerate(zip(before, now, strict=True)):
+    for position, (old, new) in enumerate(zip(before, now, strict=False)):  # before may be empty
         changed = {
             key: clone(value, CPU)
             for key, value in options_of(new).items()
