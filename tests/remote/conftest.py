@@ -1,5 +1,4 @@
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -8,6 +7,6 @@ from tests.remote.workers import Workers
 
 @pytest.fixture(scope="package")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    workers = Workers(str(Path(tmp_path_factory.mktemp("rpc"), "store")))
+    workers = Workers(tmp_path_factory.mktemp("rpc"))
     yield workers
     workers.close()

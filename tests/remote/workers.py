@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,56 +17,69 @@ import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 from torch.distributed import rpc
 
-from tests.launch import RankPool
+from tests.launch import RankError, RankPool
 
 NAMES = ("trainer0", "owner1", "owner2", "trainer3")
 OWNERS = NAMES[1:3]
 SHAPES = ((3, 3), (5,), (2, 4), (), (7, 1), (0, 2))
 
 
-def init_rpc(rank: int, num_workers: int, path: str, timeout_s: float = 30.0) -> None:
-    """Makes this process one of ``num_workers`` that meet in the file ``path``."""
+def init_rpc(rank: int, names: Sequence[str], path: str, timeout_s: float = 30.0) -> None:
+    """Makes this process one of the workers ``names``, which meet in the file ``path``."""
     os.environ["TP_SOCKET_IFADDR"] = "127.0.0.1"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch uses what torch has deprecated
         rpc.init_rpc(
-            NAMES[rank],
+            names[rank],
             rank=rank,
-            world_size=num_workers,
+            world_size=len(names),
             rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
                 init_method=f"file://{path}", rpc_timeout=timeout_s
             ),
         )
 
 
-def on_trainers(function: Callable[..., Any], ranks: Sequence[int], *args: Any) -> Any:
-    """Runs in every rank of a pool: ``function`` on these, and the others are called by RPC."""
-    return function(*args) if dist.get_rank() in ranks else None
-
-
 class Workers:
-    """A pool of four ranks that know each other by RPC."""
+    """A pool of ranks that know each other by RPC."""
 
-    def __init__(self, path: str) -> None:
-        self._pool = RankPool(len(NAMES))
-        self._path = path
+    def __init__(
+        self, folder: Path, names: Sequence[str] = NAMES, rpc_timeout_s: float = 30.0
+    ) -> None:
+        self._pool = RankPool(len(names))
+        self._folder = folder
+        self._names = names
+        self._rpc_timeout_s = rpc_timeout_s
+        self._num_starts = 0
 
     def train(
         self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] = (0,)
     ) -> list[Any]:
-        """What ``function(*args)`` returned on the trainers ``ranks``."""
-        if self._path:
-            self._pool.run(_init, self._path)
-            self._path = ""
-        results = self._pool.run(on_trainers, function, ranks, *args, timeout_s=60.0)
+        """What ``function(*args)`` returned on the trainers ``ranks``; the others are called by RPC."""
+        path = str(self._folder / f"store{self._num_starts}")
+        job = (path, self._names, self._rpc_timeout_s, ranks, function, args)
+        try:
+            results = self._pool.run(_take_part, *job, timeout_s=60.0)
+        except RankError:  # the pool has ended its processes, and starts others
+            self._num_starts += 1
+            raise
         return [results[rank] for rank in ranks]
 
     def close(self) -> None:
         self._pool.close()
 
 
-def _init(path: str) -> None:
-    init_rpc(dist.get_rank(), len(NAMES), path)
+def _take_part(
+    path: str,
+    names: Sequence[str],
+    rpc_timeout_s: float,
+    ranks: Sequence[int],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
+    rank = dist.get_rank()
+    if not rpc.api._is_current_rpc_agent_set():
+        init_rpc(rank, names, path, rpc_timeout_s)
+    return function(*args) if rank in ranks else None
 
 
 def gradient(index: int, step: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

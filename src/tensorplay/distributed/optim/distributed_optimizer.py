@@ -98,6 +98,8 @@ class DistributedOptimizer(Optimizer, metaclass=ABCMeta):
                 )
             optimizer, params, *others = args
             params = _listed(params)  # a generator can be looked at only once
+            if params == []:
+                raise ValueError("optimizer got an empty parameter list")
             args = (optimizer, params, *others)
             if not _holds_rref(params):
                 return _make_local(*args, **kwargs)

@@ -63,13 +63,20 @@ class WrappedOptimizer(StateDictHooks):
 
     def _step_inner(self, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]) -> Any:
         """One step of the inner optimizer, with its own step hooks but not the global ones again."""
-        return step_once(self.optim, closure, kwargs)
+        bare = bare_step(self.optim)
+        if bare is None:
+            return _call(self.optim.step, closure, kwargs)
+        with torch.autograd.profiler.record_function(
+            f"Optimizer.step#{type(self.optim).__name__}.step"
+        ):
+            return _call(bare, closure, kwargs)
 
 
-def step_once(
-    optimizer: Optimizer, closure: Callable[[], Any] | None = None, kwargs: Mapping[str, Any] = {}
-) -> Any:
-    """One step of an optimizer inside another's, with its own hooks but not the global ones again."""
+def bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """``optimizer.step`` with its own hooks but without the global ones and the profiler's mark.
+
+    ``None`` where somebody patched it, so that ``step`` itself must be called.
+    """
     step = type(optimizer).step
     bare = getattr(step, "__wrapped__", None)
     if (
@@ -78,11 +85,11 @@ def step_once(
         or not getattr(step, "hooked", False)
         or getattr(bare, "hooked", False)  # a decorator copied the mark from what it wraps
     ):
-        return _call(optimizer.step, closure, kwargs)  # somebody patched it: call what is there
+        return None
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001 - torch has no public name for it
         bare = _with_own_hooks(bare)
-    with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-        return _call(bare.__get__(optimizer), closure, kwargs)
+    bound: Callable[..., Any] = bare.__get__(optimizer)
+    return bound
 
 
 def canonical_groups(params: Any) -> list[dict[str, Any]]:

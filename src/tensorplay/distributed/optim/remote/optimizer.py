@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from tensorplay.distributed.optim._core.coupled_optimizers import refuse_coupled
 from tensorplay.distributed.optim._core.state_dicts import (
@@ -114,6 +115,19 @@ class RemoteOptimizer(StateDictHooks):
                 a worker fails, or gives no answer within the RPC time-out. The message names each
                 such worker, with its traceback, and says what holds on the others.
         """
+        # Torch would wrap this method into one that always does what this does where it is needed.
+        is_watched = (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks  # noqa: SLF001 - torch has no public name for it
+            or torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001 - torch has no public name for it
+            or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no public name for it
+        )
+        (self._watched_step if is_watched else self._step)(context_id)
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, context_id: int) -> None:
         self._calls.require_context(context_id)
         scale = self._clip(context_id)
         changed = self._changed_options()
@@ -145,6 +159,8 @@ class RemoteOptimizer(StateDictHooks):
             for i, options in (answer or {}).items():  # what the optimizer itself has written
                 self.param_groups[members[i]].update(options)
                 self._known[members[i]].update(clone(options))
+
+    _watched_step = Optimizer.profile_hook_step(_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the parameters' ``.grad`` on their workers.

@@ -12,8 +12,8 @@ from tensorplay.distributed.optim._core.coupled_optimizers import refuse_couplin
 from tensorplay.distributed.optim._core.state_dicts import clone
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
     all_parameters,
+    bare_step,
     options_of,
-    step_once,
 )
 
 CPU = torch.device("cpu")
@@ -177,12 +177,13 @@ class LocalOptimizer:
     def _gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients of this optimizer's parameters in a context, in the parameters' order."""
         try:
-            dist_autograd._is_valid_context(context_id)  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no public name for it
-        except (
-            RuntimeError
-        ):  # the trainer has checked the id: this worker had no part in the context
-            return {}
-        found = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]  # torch re-exports it implicitly
+            found = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]  # torch re-exports it implicitly
+        except RuntimeError:
+            try:
+                dist_autograd._is_valid_context(context_id)  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no public name for it
+            except RuntimeError:
+                return {}  # the trainer knows the context: this worker had no part in it
+            raise
         return {p: found[p] for p in self._parameters if p in found}
 
     def _look_again(self) -> None:
@@ -218,7 +219,7 @@ class LocalOptimizer:
                 parameter.grad = gradients.get(parameter)
             for group in fused:
                 group["fused"] = True
-            step_once(self._optim)
+            (bare_step(self._optim) or self._optim.step)()
         finally:
             for group in fused:
                 group["fused"] = None
