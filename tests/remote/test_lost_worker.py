@@ -18,7 +18,7 @@ from tensorplay.distributed.optim.remote.turns import Turns
 from tests.reference.training import require_equal
 from tests.remote.workers import Placed, Plain, Workers
 
-RPC_TIMEOUT_S = 5.0
+RPC_TIMEOUT_S = 4.0
 VICTIMS = ("victim1", "victim2", "victim3", "victim4", "trainer2")
 
 
