@@ -69,7 +69,7 @@ def candidates(
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Milliseconds per step, by case and candidate, one for each round."""
     results: dict[str, dict[str, list[float]]] = {}
-    for optimizer in OPTIMIZERS:
+    for optimizer in arguments.optimizers:
         for case in arguments.cases:
             count, shape, steps_per_round = CASES[case]
             with dist_autograd.context() as context_id:
@@ -113,7 +113,8 @@ def report(results: dict[str, dict[str, list[float]]]) -> None:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks remote", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="turns of each candidate")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each candidate")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     arguments = parser.parse_args(argv)
     context = multiprocessing.get_context("spawn")

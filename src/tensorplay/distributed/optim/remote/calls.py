@@ -57,7 +57,9 @@ def ask(requests: Mapping[str, tuple[Any, ...]]) -> Outcome:
     calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
     for worker, (action, *arguments) in requests.items():
         request = (action, tuple(arguments))
-        if action in _SMALL or (action == "prepare" and arguments[2] == "step"):
+        if action == "step" and arguments[2:] == [None, {}]:
+            calls[worker] = endpoints.answer_step, tuple(arguments[:2])
+        elif action in _SMALL or (action == "prepare" and arguments[2] == "step"):
             calls[worker] = endpoints.answer_text, (endpoints.encode(request),)
         else:
             calls[worker] = endpoints.answer, request

@@ -1,12 +1,12 @@
 """What other workers call here through RPC; importing this needs a torch that has it.
 
-Note [Two doors]
-~~~~~~~~~~~~~~~~
+Note [Doors]
+~~~~~~~~~~~~
 RPC can call a Python function, with pickled arguments, or a scripted one. The first takes anything,
 and spends a third of a millisecond on threads that queue for the interpreter at both ends. The
-second takes text, and needs the interpreter once. So a step, which carries a few numbers, goes
-through the scripted door, its arguments pickled into text, and everything that carries tensors or
-RRefs through the other. Behind both is ``answer``.
+second takes numbers and text, and needs the interpreter once. So what carries little goes through
+scripted doors: a step by its numbers, other calls pickled into text; and everything that carries
+tensors or RRefs goes through the other. Behind all is ``answer``.
 """
 
 import itertools
@@ -150,13 +150,25 @@ def _answer_text(request: str) -> str:
     return encode(answer(action, arguments))
 
 
+@torch.jit.ignore  # type: ignore[untyped-decorator]  # torch doesn't annotate it
+def _answer_step(key: int, context_id: int) -> str:
+    return encode(answer("step", (key, context_id, None, {})))
+
+
 def answer_text(request: str) -> str:
     """``answer`` for the scripted door."""
     answered: str = _answer_text(request)
     return answered
 
 
-if sys.version_info < (3, 14):  # torch doesn't script later ones: there both doors are Python's
+def answer_step(key: int, context_id: int) -> str:
+    """The same for a step with nothing but its numbers."""
+    answered: str = _answer_step(key, context_id)
+    return answered
+
+
+if sys.version_info < (3, 14):  # torch doesn't script later ones: there all doors are Python's
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # scripting is deprecated, and RPC has nothing in its place
         answer_text = torch.jit.script(answer_text)
+        answer_step = torch.jit.script(answer_step)
