@@ -181,6 +181,31 @@ class FakeCommunicator:
 
         return _Deferred(finish)
 
+    def exchange(
+        self,
+        outgoing: Sequence[tuple[GroupRank, torch.Tensor]],
+        incoming: Sequence[tuple[GroupRank, torch.Tensor]],
+    ) -> _Deferred:
+        sends = [self.send(tensor, target) for target, tensor in outgoing]
+        receives = [self.receive_(tensor, source) for source, tensor in incoming]
+
+        def finish() -> None:
+            for waitable in (*receives, *sends):
+                waitable.wait()
+
+        return _Deferred(finish)
+
+    def all_reduce_(self, tensor: torch.Tensor, op: str) -> _Deferred:
+        self._count("all_reduce_", tensor.nbytes)
+        signature = ("all_reduce_", tensor.dtype, tuple(tensor.shape), op)
+        number = self._post(signature, tensor.detach().clone())
+
+        def finish() -> None:
+            stacked = torch.stack(self._world.collect(number, self.members.group_rank, signature))
+            tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
+
+        return _Deferred(finish)
+
     def send_bytes(self, payload: bytes, target: GroupRank) -> None:
         self._count("send_bytes", len(payload))
         self._hand_over("send_bytes", payload, target).wait()

@@ -182,6 +182,59 @@ def _tensorplay_zero(*, bucket_view: bool) -> Callable[[nn.Module], Trainer]:
     return build
 
 
+class ShardedGradients(Trainer):
+    """Our ZeRO with its own reduction: no DDP, and the optimizer clips."""
+
+    def clip_(self, max_norm: float) -> None:
+        """Clips the owned gradients by the norm of all."""
+        self.optimizer.clip_grad_norm_(max_norm)  # type: ignore[attr-defined]
+
+
+def _tensorplay_sharded(**options: Any) -> Callable[[nn.Module], Trainer]:
+    def build(module: nn.Module) -> Trainer:
+        from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+
+        zero = ZeroRedundancyOptimizer(
+            module.parameters(), AdamW, shard_gradients=True, **options, **FUSED
+        )
+        return ShardedGradients(module, zero, zero.optim)
+
+    return build
+
+
+class FullyShardedTrainer(Trainer):
+    """FSDP2: parameters are shards between steps."""
+
+    def clip_(self, max_norm: float) -> None:
+        """Clips, and waits for the norm, which is a distributed tensor."""
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+        norm.full_tensor()  # type: ignore[operator]
+
+    def full_parameters(self) -> list[Tensor]:
+        """Gathered from all ranks."""
+        return [p.detach().full_tensor() for p in self.module.parameters()]  # type: ignore[operator]
+
+    def state_nbytes(self) -> int:
+        """Of the local parts."""
+        return sum(
+            getattr(tensor, "to_local", lambda t=tensor: t)().nbytes
+            for state in self.optimizer.state.values()
+            for tensor in state.values()
+            if isinstance(tensor, Tensor)
+        )
+
+
+def _fsdp2(module: nn.Module) -> Trainer:
+    from torch.distributed.fsdp import fully_shard
+
+    for child in module.modules():
+        if isinstance(child, nn.ModuleList):
+            for block in child:
+                fully_shard(block)
+    fully_shard(module)
+    return FullyShardedTrainer(module, AdamW(module.parameters(), **FUSED))
+
+
 REFERENCE = "ddp"
 UNCLIPPED_REFERENCE = "ddp-unclipped"
 
@@ -212,6 +265,14 @@ CANDIDATES = {
             "tensorplay",
             _tensorplay_zero(bucket_view=True),
         ),
+        Candidate(
+            "zero-shard",
+            "tensorplay ZeRO, sharded gradients",
+            "tensorplay",
+            _tensorplay_sharded(parameters_as_bucket_view=True),
+            is_exact=False,
+        ),
+        Candidate("fsdp2", "FSDP2", "torch", _fsdp2, is_exact=False),
         Candidate(UNCLIPPED_REFERENCE, "DDP, no clipping", "DDP", _ddp(FUSED), clips=False),
         Candidate(
             "torch-zero-overlap",

@@ -1,6 +1,6 @@
 """Places in buckets: every parameter once, aligned, in its owner's slice."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tensorplay.distributed.optim._core.bucket_layout import (
     ALIGNMENT_BYTES,
     BucketLayout,
+    extents_in_rounds,
     layout_buckets,
 )
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
@@ -187,3 +188,39 @@ def test_slots_are_padded_to_sixteen_bytes(dtype: torch.dtype, padded: int) -> N
 def test_a_bucket_of_one_parameter_has_no_padding() -> None:
     (layout,) = layout_buckets([make_spec(0, 5)], [GroupRank(1)], 3, 10**6)
     assert layout.cuts == (0, 0, 5, 5)
+
+
+@given(spec_lists(), st.integers(1, 6), st.sampled_from([0, 100, 10_000]), st.integers(0, 400))
+def test_parameters_of_a_size_or_more_stand_alone(
+    specs: list[ParameterSpec], num_ranks: int, capacity_bytes: int, alone_bytes: int
+) -> None:
+    owners = partition_whole(specs, num_ranks).owners
+    layouts = layout_buckets(specs, owners, num_ranks, capacity_bytes, alone_bytes=alone_bytes)
+    placed = sorted(slot.parameter for layout in layouts for slot in layout.slots)
+    assert placed == [spec.index for spec in specs if spec.numel]
+    for layout in layouts:
+        sizes = [specs[slot.parameter].nbytes for slot in layout.slots]
+        assert len(sizes) == 1 or max(sizes) < alone_bytes
+        assert len(sizes) == 1 or sum(sizes) <= capacity_bytes
+
+
+def test_a_parameter_that_stands_alone_does_not_end_the_bucket_of_the_others() -> None:
+    specs = [make_spec(index, numel) for index, numel in enumerate([2, 2, 100, 2, 100, 2])]
+    layouts = layout_buckets(specs, [GroupRank(0)] * 6, 1, 10**6, alone_bytes=400)
+    members = sorted([slot.parameter for slot in layout.slots] for layout in layouts)
+    assert members == [[2], [4], [5, 3, 1, 0]]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, 60))
+def test_rounds_cover_every_slice_once_and_in_order(lengths: list[int], longest: int) -> None:
+    cuts = [0, *accumulate(lengths)]
+    rounds = extents_in_rounds(cuts, longest)
+    assert len(rounds) == -(-max(lengths) // longest)
+    for owner, (start, end) in enumerate(pairwise(cuts)):
+        covered = []
+        for extents in rounds:
+            assert len(extents) == len(lengths)
+            begin, stop = extents[owner]
+            assert 0 <= stop - begin <= longest
+            covered += range(begin, stop)
+        assert covered == list(range(start, end))

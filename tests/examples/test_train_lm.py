@@ -146,6 +146,22 @@ def test_a_run_goes_on_with_the_same_losses_on_other_world_sizes(
     assert losses(tmp_path, mode) == pytest.approx(plain_losses(text, 9)[6:], abs=1e-5)
 
 
+@pytest.mark.parametrize(("nproc", "largest_share"), [(1, 0.6), (2, 1.0)])
+def test_updates_inside_backward_learn_the_same_with_fewer_gradients(
+    text: Path, tmp_path: Path, nproc: int, largest_share: float
+) -> None:
+    options = ["--in-backward", "--layers=4", "--width=256", "--steps=2", f"--nproc={nproc}"]
+    arguments = ["--context=8", "--batch=2", "--text", text, "--out", tmp_path]
+    done = run(*options, "--heads=4", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "the two losses agree exactly" in done.stdout
+    assert "gradients alive per process" in done.stdout
+    runs = json.loads((tmp_path / "numbers.json").read_text())["runs"]
+    replicated, inside = (runs[mode]["gradient_nbytes"] for mode in ("replicated", "in-backward"))
+    assert replicated >= 12_000_000
+    assert inside <= largest_share * replicated
+
+
 def test_the_checkpoint_holds_the_plain_optimizers_state(compared: Comparison) -> None:
     assert [path.name for path in compared.checkpoint.parent.iterdir()] == ["model.pt"]
     (content,) = torch.load(compared.checkpoint, weights_only=True).values()
@@ -234,6 +250,7 @@ def checkpoint(tmp_path: Path, text: Path) -> Path:
         (["--batch=2", "--nproc=3"], "--batch 2 leaves some of the 3 processes without work"),
         (["--width=30", "--heads=4"], "--width 30 is not a multiple of --heads 4"),
         (["--optimizer=lion"], "invalid choice: 'lion'"),
+        (["--in-backward", "--mode=sharded"], "--mode sharded with --in-backward"),
         (["--steps=0"], "'0' is not a whole number from 1 up"),
         (["--lr=nan"], "--lr nan is not a positive number"),
         (["--out=/dev/null/runs"], "cannot write to the folder /dev/null/runs"),
@@ -338,6 +355,7 @@ def record(mode: str, *, final_loss: float = 1.0, state_nbytes: int = 8_000_000)
         losses=[2.0, final_loss],
         state_nbytes=state_nbytes,
         peak_memory_nbytes=300_000_000,
+        gradient_nbytes=4_000_000,
         steps_per_second=2.0,
         sent_nbytes=0.0,
         shards=[],

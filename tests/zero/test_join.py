@@ -93,6 +93,49 @@ def test_dividing_by_the_number_of_active_ranks(world_size: int) -> None:
     run_ranks(world_size, _train_joined, False, "model first", False)
 
 
+def _train_joined_with_sharded_gradients(
+    ours: bool, by_initial_world_size: bool
+) -> list[torch.Tensor]:
+    """Every other iteration accumulates two passes; clipping and looking take part in the join."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = make_net()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, shard_gradients=True, module=model, **ADAMW
+    )
+    scheduler = decay(optimizer)
+    join = Join if ours else TorchJoin
+    with join([optimizer], divide_by_initial_world_size=by_initial_world_size):
+        for number in range(BATCHES[world_size][rank]):
+            optimizer.zero_grad()
+            if number % 2:
+                with optimizer.no_sync():
+                    (0 * loss_of(model, rank, number)).backward()
+            loss_of(model, rank, number).backward()
+            norm = optimizer.clip_grad_norm_(1e9)
+            gradients = [optimizer.full_grad(parameter) for parameter in model.parameters()]
+            flat = torch.cat([each.flatten() for each in gradients if each is not None])
+            torch.testing.assert_close(norm, flat.norm())
+            optimizer.step()
+            scheduler.step()
+    expected = train_as_one(world_size, by_initial_world_size=by_initial_world_size)
+    for plain, actual in zip(expected, model.parameters(), strict=True):
+        torch.testing.assert_close(actual, plain, rtol=1e-4, atol=2e-6)
+    return values_of(model.parameters())
+
+
+@pytest.mark.parametrize("by_initial_world_size", [True, False])
+@pytest.mark.parametrize("world_size", BATCHES)
+def test_a_joined_rank_takes_part_in_sharded_reductions(
+    world_size: int, by_initial_world_size: bool
+) -> None:
+    ours = world_size != 3
+    first, *others = run_ranks(
+        world_size, _train_joined_with_sharded_gradients, ours, by_initial_world_size
+    )
+    for other in others:
+        require_equal(first, other)
+
+
 def _equal_gradients() -> list[float]:
     """The faults' example: two weights that get equal gradients must stay equal."""
     model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])

@@ -5,6 +5,8 @@
 * :func:`detach_copy` copies a state dict so that no tensor takes its bucket along into a file.
 * :func:`as_functional_optim` and :func:`functional_adam` and its siblings (``functional/``) are
   optimizers that are handed their gradients, in place or pure.
+* :func:`apply_optimizer_in_backward` (``in_backward/``) has parameters updated inside ``backward()``
+  and their gradients freed there.
 
 A sharded step is three verbs: gradients are *reduced* to their owners, owners *step* what they own,
 and updated parameters are *gathered* by everyone. Plans say who owns what; they are pure functions
@@ -27,6 +29,11 @@ from tensorplay.distributed.optim.functional import (
     functional_sgd,
     register_functional_optim,
 )
+from tensorplay.distributed.optim.in_backward import (
+    InBackwardOptimizer,
+    apply_optimizer_in_backward,
+    get_in_backward_optimizers,
+)
 from tensorplay.distributed.optim.model_state import detach_copy
 from tensorplay.distributed.optim.zero import (
     RankShare,
@@ -40,6 +47,9 @@ __all__ = [
     "ShardingReport",
     "RankShare",
     "detach_copy",
+    "apply_optimizer_in_backward",
+    "get_in_backward_optimizers",
+    "InBackwardOptimizer",
     "as_functional_optim",
     "register_functional_optim",
     "FunctionalOptimizer",

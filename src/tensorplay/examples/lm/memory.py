@@ -1,7 +1,8 @@
-"""The most memory that this process has held since a moment of its choice."""
+"""The most memory that this process has held since a moment of its choice, and for gradients."""
 
 import resource
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -38,3 +39,29 @@ class PeakMemory:
                     return int(line.split()[1]) * 1024
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class PeakGradients:
+    """Measures the memory behind all ``.grad`` whenever one has come, until it's told to stop.
+
+    Construct it before whatever frees gradients during backward.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
+        self.nbytes = 0
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._look)  # type: ignore[no-untyped-call]
+            for parameter in self._parameters
+        ]
+
+    def stop(self) -> None:
+        """Looks once more, and no longer."""
+        self._look()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _look(self, _: torch.Tensor | None = None) -> None:
+        gradients = (parameter.grad for parameter in self._parameters)
+        storages = (gradient.untyped_storage() for gradient in gradients if gradient is not None)
+        self.nbytes = max(self.nbytes, sum({s.data_ptr(): s.nbytes() for s in storages}.values()))

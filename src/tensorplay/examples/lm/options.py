@@ -17,6 +17,7 @@ MODES = {
     "replicated": ("replicated",),
     "sharded": ("sharded",),
 }
+IN_BACKWARD_MODES = ("replicated", "in-backward")
 
 _DESCRIPTION = """\
 Train a small language model on real text, twice from the same seed: once with the optimizer state
@@ -67,6 +68,8 @@ class RunConfig:
         width: See `ModelConfig`.
         heads: See `ModelConfig`.
         context: See `ModelConfig`.
+        in_backward: Compare updates after and inside backward. Gradients are then clipped one
+            parameter at a time, which can be done in both.
     """
 
     optimizer: str
@@ -77,6 +80,7 @@ class RunConfig:
     width: int
     heads: int
     context: int
+    in_backward: bool
 
     @property
     def model(self) -> ModelConfig:
@@ -92,7 +96,8 @@ class Options:
         config: What is trained.
         text: The file to learn; ``None`` for the standard library's sources.
         steps: The step to stop at, counted from the very beginning.
-        modes: The runs asked for: ``"replicated"``, ``"sharded"`` or both.
+        modes: The runs asked for: ``"replicated"``, ``"sharded"`` or both; or ``"replicated"`` and
+            ``"in-backward"``.
         only: The one of them that these processes make; ``None`` for all, one after the other.
         world_size: Number of processes.
         out: Folder for plot and numbers; ``None`` to name one after the moment.
@@ -145,12 +150,18 @@ def parse_options(
         width=suited.width if given.width is None else given.width,
         heads=suited.heads if given.heads is None else given.heads,
         context=given.context,
+        in_backward=given.in_backward,
     )
+    if config.in_backward and given.mode != "both":
+        raise UsageError(
+            f"--mode {given.mode} with --in-backward, which compares the update inside backward with "
+            "the ordinary one; leave one of them out"
+        )
     options = Options(
         config=config,
         text=given.text,
         steps=suited.steps if given.steps is None else given.steps,
-        modes=MODES[given.mode],
+        modes=IN_BACKWARD_MODES if config.in_backward else MODES[given.mode],
         only=given.only,
         world_size=world_size or given.nproc or DEFAULT_NUM_PROCESSES,
         out=given.out,
@@ -207,6 +218,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--mode", choices=MODES, default="both", help="which runs to make (both)")
     run.add_argument(
+        "--in-backward",
+        action="store_true",
+        help="compare updates after backward with updates inside backward, which free gradients",
+    )
+    run.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
@@ -219,7 +235,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--resume", type=Path, metavar="FILE", help="go on from a checkpoint")
 
     # How the launcher talks to the processes it starts.
-    parser.add_argument("--only", choices=MODES["both"], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--only", choices=(*MODES["both"], IN_BACKWARD_MODES[1]), help=argparse.SUPPRESS
+    )
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--launcher-pid", type=int, help=argparse.SUPPRESS)
     return parser
@@ -262,7 +280,8 @@ def _check(options: Options) -> None:
 
 def _check_resume(options: Options, checkpoint: Checkpoint) -> None:
     for name, value in asdict(options.config).items():
-        saved = checkpoint.config[name]
+        saved = checkpoint.config.get(name, False)  # older ones know nothing of in_backward
+        name = name.replace("_", "-")  # noqa: PLW2901 - as it is written on the command line
         if value != saved:
             raise UsageError(
                 f"--{name} {value} differs from the run in {options.resume}, which has {saved}; "

@@ -1,7 +1,7 @@
-"""Where the optimizer state lives: the one thing that differs between the two runs.
+"""Where the optimizer state lives, or when it is used: the one thing that differs between two runs.
 
-Both placements build the same optimizers over the same parameters and speak the same checkpoint
-format, so that a file saved by either is resumed by either.
+All placements build the same optimizers over the same parameters and speak the same checkpoint
+format, so that a file saved by one is resumed by another.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+from tensorplay.distributed.optim import ZeroRedundancyOptimizer, apply_optimizer_in_backward
 
 
 class Placement(Protocol):
@@ -42,6 +42,27 @@ def sharded(
     """Every rank holds the state of its own share of the parameters."""
     return ZeroRedundancyOptimizer(parameters, optimizer_class=optimizer_class, **defaults)
 
+
+def in_backward(model: nn.Module) -> Placement:
+    """Every rank holds all of the state, and updates ``model`` inside backward, clipped there."""
+
+    def place(
+        parameters: list[nn.Parameter],
+        optimizer_class: type[torch.optim.Optimizer],
+        **defaults: Any,
+    ) -> torch.optim.Optimizer:
+        return apply_optimizer_in_backward(
+            optimizer_class,
+            parameters,
+            defaults,
+            module=model,
+            clip_parameter_norm=LARGEST_GRADIENT_NORM,
+        )
+
+    return place
+
+
+LARGEST_GRADIENT_NORM = 1.0
 
 # What language models are usually trained with: a shorter memory of squared gradients.
 _ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "fused": True}

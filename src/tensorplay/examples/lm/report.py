@@ -25,13 +25,15 @@ def introduce(options: Options, text: Text, device: torch.device) -> str:
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in ByteGPT(config.model).parameters())
     where = "one GPU each, NCCL" if device.type == "cuda" else "CPU, gloo"
-    how = " then ".join(options.modes)
+    how = f"optimizer state {' then '.join(options.modes)}"
+    if options.config.in_backward:
+        how = "updates after and then inside backward"
     return (
         f"A GPT of {numel / 1e6:.1f} M parameters learns {text.name} "
         f"({text.tokens.numel() / 1e6:.1f} MB), byte by byte.\n"
         f"{_processes(options)} ({where}), {config.optimizer}, "
         f"{options.steps} steps of {config.batch} x {config.context} bytes, "
-        f"optimizer state {how}.\n"
+        f"{how}.\n"
         "Each start takes a few seconds."
     )
 
@@ -64,6 +66,7 @@ def tabulate(records: Sequence[RunRecord]) -> list[Row]:
     rows: list[tuple[str, str, Callable[[RunRecord], float], str]] = [
         ("final loss", "measured", lambda record: record.losses[-1], ""),
         ("optimizer state per process", "measured", lambda record: record.state_nbytes, "bytes"),
+        ("gradients alive per process", "measured", lambda record: record.gradient_nbytes, "bytes"),
         (memory, "measured", lambda record: record.peak_memory_nbytes, "bytes"),
         ("steps per second", "measured", lambda record: record.steps_per_second, ""),
         ("sent per process and step", "computed", lambda record: record.sent_nbytes, "bytes"),
@@ -139,11 +142,18 @@ def explain(records: Sequence[RunRecord], *, one_process: bool) -> str:
     lines = [
         "Final loss: of the last step's batch, before its update.",
         f"State and memory: of the process that needs most; memory is {memory}.",
+        f"Gradients: most at once in the first backward; {_whose_gradients(records)}.",
         f"Sent: from the sizes; the ring all-reduce of the gradients{gather}.",
     ]
     if on_cpu and one_process and len(records) > 1:
         lines.append("Both runs shared a process: the second's memory holds what the first left.")
     return "\n".join(lines)
+
+
+def _whose_gradients(records: Sequence[RunRecord]) -> str:
+    if records[-1].mode == "in-backward" and records[-1].sent_nbytes == 0:
+        return "inside backward, each is freed as soon as it has been used"
+    return "DDP keeps all of them in its buckets"
 
 
 def write_numbers(
@@ -176,6 +186,7 @@ def plot(path: Path, options: Options, text: Text, records: Sequence[RunRecord])
     styles: dict[str, dict[str, Any]] = {
         "replicated": {"color": "#f2a65a", "linewidth": 5, "solid_capstyle": "round"},
         "sharded": {"color": "#1f3b57", "linewidth": 1.6},
+        "in-backward": {"color": "#1f3b57", "linewidth": 1.6},
     }
     figure, (curves, bars) = plt.subplots(
         1, 2, figsize=(10, 4.8), width_ratios=[3, 1], layout="constrained"
@@ -191,7 +202,9 @@ def plot(path: Path, options: Options, text: Text, records: Sequence[RunRecord])
         curves.plot(
             steps,
             record.losses,
-            label=f"optimizer state {record.mode}",
+            label="updated inside backward"
+            if record.mode == "in-backward"
+            else f"optimizer state {record.mode}",
             marker="o" if len(record.losses) == 1 else None,
             **styles[record.mode],
         )

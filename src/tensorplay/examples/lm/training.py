@@ -7,27 +7,29 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from tensorplay.examples.lm.checkpoint import Checkpoint, write_checkpoint
 from tensorplay.examples.lm.errors import UsageError
-from tensorplay.examples.lm.memory import PeakMemory
+from tensorplay.examples.lm.memory import PeakGradients, PeakMemory
 from tensorplay.examples.lm.model import ByteGPT
 from tensorplay.examples.lm.options import Options
 from tensorplay.examples.lm.placement import (
+    LARGEST_GRADIENT_NORM,
     PLACEMENTS,
     build_optimizers,
     describe_shards,
     full_states,
     gather_nbytes,
+    in_backward,
     state_nbytes,
 )
 from tensorplay.examples.lm.record import RunRecord
 from tensorplay.examples.lm.text import Text, cut_windows, partition_batch, sample_positions
 
 WARMUP_STEPS = 10
-LARGEST_GRADIENT_NORM = 1.0
 
 
 def train(
@@ -41,8 +43,13 @@ def train(
 
     torch.manual_seed(config.seed)
     model = ByteGPT(config.model).to(device)
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizers = build_optimizers(config.optimizer, model, PLACEMENTS[mode], config.lr)
+    steps_in_backward = mode == "in-backward"
+    gradients = PeakGradients(model.parameters())
+    replica: nn.Module = model
+    if not (steps_in_backward and world_size == 1):  # DDP's buckets would keep all gradients
+        replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    place = in_backward(model) if steps_in_backward else PLACEMENTS[mode]
+    optimizers = build_optimizers(config.optimizer, model, place, config.lr)
     first_step = 0
     if checkpoint is not None:
         first_step = checkpoint.step
@@ -74,11 +81,16 @@ def train(
         # averages over ranks where these parts want summing: hence the factor.
         part = summed / (config.batch * config.context)
         torch.autograd.backward(part * world_size)
-        # DDP leaves the whole mean gradient on every rank: torch's own clipping is right here.
-        torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT_NORM)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        if step == first_step:
+            gradients.stop()
+        if not steps_in_backward:
+            # DDP leaves the whole mean gradient on every rank: torch's own clipping is right here.
+            clipped = model.parameters()
+            for together in [[p] for p in clipped] if config.in_backward else [clipped]:
+                torch.nn.utils.clip_grad_norm_(together, LARGEST_GRADIENT_NORM)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
         losses.append(_sum_over_ranks(part.detach()))
         steps.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
@@ -94,6 +106,7 @@ def train(
         losses=losses,
         state_nbytes=_largest_over_ranks(state_nbytes(optimizers), device),
         peak_memory_nbytes=_largest_over_ranks(peak.nbytes(), device),
+        gradient_nbytes=_largest_over_ranks(gradients.nbytes, device),
         steps_per_second=(
             (len(losses) - 1) / (elapsed_s - first_step_s) if len(losses) > 1 else 1 / elapsed_s
         ),

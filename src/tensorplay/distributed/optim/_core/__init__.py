@@ -1,8 +1,7 @@
 """What every optimizer here stands on; knows no feature. Each file imports only those above it.
 
-``ranks`` -> ``tagged_json`` -> ``local_shard`` -> ``parameter_spec`` -> ``partition`` -> ``bucket_layout`` (plans, pure)
+``coupled_optimizers`` (which classes can't be divided); ``ranks`` -> ``tagged_json`` -> ``local_shard`` -> ``parameter_spec`` -> ``partition`` -> ``bucket_layout`` (plans, pure)
 -> ``flat_buffer`` (memory) -> ``collectives`` (the only place that communicates) -> ``agreement``
 (ranks find out together that something is wrong) -> ``wrapped_optimizer`` (an Optimizer around one)
--> ``state_dicts`` (full state dicts and parts of them). ``coupled_optimizers`` says which optimizers
-can't step a part of the parameters.
+-> ``state_dicts`` (full state dicts and parts of them).
 """

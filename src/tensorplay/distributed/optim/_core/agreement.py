@@ -38,6 +38,8 @@ class Agreement:
     def __init__(self, communicator: Communicator, owner: str) -> None:
         self._communicator = communicator
         self._owner = owner
+        self.num_refused = 0
+        """How many calls have ended in an error on every rank: the same number on all of them."""
 
     def settle(
         self, call: str, description: Json = None, error: BaseException | None = None, flag: int = 0
@@ -68,6 +70,7 @@ class Agreement:
         highest, lowest, failed = agreed[:2], [-fact for fact in agreed[2:4]], agreed[4]
         if highest == lowest and not failed:
             return agreed[5]
+        self.num_refused += 1
         # Descriptions may be long: only sent around if they are what differs.
         same_call = highest[0] == lowest[0]
         raise self._explain(call, description if same_call and not failed else None, error)

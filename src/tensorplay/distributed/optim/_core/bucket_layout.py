@@ -8,6 +8,7 @@ about the order in which backward produces gradients; within a bucket parameters
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,7 @@ def layout_buckets(
     capacity_bytes: int,
     *,
     resident_capacity_bytes: int | None = None,
+    alone_bytes: int | None = None,
 ) -> tuple[BucketLayout, ...]:
     """Packs ``specs`` into buckets of at most ``capacity_bytes``, or of one larger parameter.
 
@@ -88,6 +90,7 @@ def layout_buckets(
         num_ranks: into how many slices every bucket is cut.
         capacity_bytes: upper bound of a bucket's size, padding aside.
         resident_capacity_bytes: the same for resident buckets; without it there are none.
+        alone_bytes: a parameter of this size or more gets a bucket of its own.
     """
     kinds: defaultdict[tuple[torch.device, torch.dtype, bool, bool], list[int]] = defaultdict(list)
     for position in reversed(range(len(specs))):
@@ -98,23 +101,47 @@ def layout_buckets(
     layouts = []
     for (device, dtype, trainable, resident), positions in kinds.items():
         capacity = resident_capacity_bytes if resident else capacity_bytes
-        for members in _fill(positions, specs, capacity or 0):
+        for members in _fill(positions, specs, capacity or 0, alone_bytes):
             slots, cuts = _place(members, specs, owners, num_ranks, dtype)
             layouts.append(BucketLayout(dtype, device, trainable, resident, slots, cuts))
     return tuple(layouts)
 
 
+def extents_in_rounds(cuts: Sequence[int], longest: int) -> list[tuple[tuple[int, int], ...]]:
+    """Splits every owner's slice into stretches of at most ``longest`` elements.
+
+    Returns:
+        One tuple per round: the stretch ``(start, end)`` of each owner, empty where it has no more.
+    """
+    lengths = [end - start for start, end in pairwise(cuts)]
+    return [
+        tuple(
+            (start + min(begin, length), start + min(begin + longest, length))
+            for start, length in zip(cuts, lengths, strict=False)
+        )
+        for begin in range(0, max(lengths), longest)
+    ]
+
+
 def _fill(
-    positions: Sequence[int], specs: Sequence[ParameterSpec], capacity_bytes: int
+    positions: Sequence[int],
+    specs: Sequence[ParameterSpec],
+    capacity_bytes: int,
+    alone_bytes: int | None,
 ) -> list[list[int]]:
     buckets: list[list[int]] = []
+    shared: list[int] = []
     free = -1
     for position in positions:
         nbytes = specs[position].nbytes
+        if alone_bytes is not None and nbytes >= alone_bytes:
+            buckets.append([position])
+            continue
         if nbytes > free:
-            buckets.append([])
+            shared = []
+            buckets.append(shared)
             free = capacity_bytes
-        buckets[-1].append(position)
+        shared.append(position)
         free -= nbytes
     return buckets
 

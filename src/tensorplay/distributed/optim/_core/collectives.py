@@ -17,7 +17,7 @@ otherwise. Payloads travel as bytes, so that every dtype works on every backend.
 import ctypes
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,16 @@ class Communicator(Protocol):
 
     def receive_(self, tensor: torch.Tensor, source: GroupRank) -> Waitable:
         """Receives into a contiguous tensor; only the receiver and ``source`` call."""
+
+    def exchange(
+        self,
+        outgoing: Sequence[tuple[GroupRank, torch.Tensor]],
+        incoming: Sequence[tuple[GroupRank, torch.Tensor]],
+    ) -> Waitable:
+        """Sends contiguous tensors to some ranks while it receives into others from some ranks."""
+
+    def all_reduce_(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> Waitable:
+        """Replaces a small contiguous tensor by the sum or the maximum over ranks."""
 
     def send_bytes(self, payload: bytes, target: GroupRank) -> None:
         """Sends bytes of any length; only the sender and ``target`` call."""
@@ -188,6 +198,45 @@ class GroupCommunicator:
         work = dist.irecv(_as_bytes(tensor), peer, group=self.process_group)
         return _launched(work, f"from {self.members.name(source)}")
 
+    def exchange(
+        self,
+        outgoing: Sequence[tuple[GroupRank, torch.Tensor]],
+        incoming: Sequence[tuple[GroupRank, torch.Tensor]],
+    ) -> Waitable:
+        """See :class:`Communicator`; NCCL wants sends and receives in one group, or it may hang."""
+        members = self.members
+        operations = [
+            (dist.irecv, tensor, source, f"from {members.name(source)}")
+            for source, tensor in incoming
+        ] + [
+            (dist.isend, tensor, target, f"to {members.name(target)}")
+            for target, tensor in outgoing
+        ]
+        batch = [
+            dist.P2POp(verb, _as_bytes(tensor), members.to_global(peer), self.process_group)
+            for verb, tensor, peer, _ in operations
+        ]
+        if not batch:
+            return Works([])
+        if self._backends[batch[0].tensor.device.type] == "nccl":
+            return Works(
+                [(work, "to and from its peers") for work in dist.batch_isend_irecv(batch)]
+            )
+        works = [each.op(each.tensor, each.peer, self.process_group) for each in batch]
+        return Works(
+            [
+                (work, what)
+                for work, (_, _, _, what) in zip(works, operations, strict=True)
+                if work is not None
+            ]
+        )
+
+    def all_reduce_(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> Waitable:
+        """See :class:`Communicator`."""
+        operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        work = dist.all_reduce(tensor, operation, group=self.process_group, async_op=True)
+        return _launched(work, "to and from all ranks")
+
     def send_bytes(self, payload: bytes, target: GroupRank) -> None:
         """See :class:`Communicator`."""
         peer = self.members.to_global(target)
@@ -249,6 +298,16 @@ def connect(process_group: dist.ProcessGroup | None, user: str) -> GroupCommunic
             "construct it on the members only"
         )
     return GroupCommunicator(group)
+
+
+def start_all_reduce_(
+    tensor: torch.Tensor, process_group: dist.ProcessGroup
+) -> torch.futures.Future[torch.Tensor]:
+    """Sums ``tensor`` over the ranks in place, for a communication hook of DDP, which wants a future."""
+    work = dist.all_reduce(tensor, group=process_group, async_op=True)
+    assert work is not None  # noqa: S101 - narrows a type; this rank is a member
+    future: torch.futures.Future[torch.Tensor] = work.get_future()
+    return future
 
 
 def _launched(work: dist.Work | None, what: str) -> Works:

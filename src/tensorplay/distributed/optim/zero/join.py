@@ -6,6 +6,7 @@ each step the first active rank sends every joined one the averaged gradients of
 options of all groups. Then all of them step as always.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.collectives import Communicator
 from tensorplay.distributed.optim._core.local_shard import rewrap, unwrap
 from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import options_of
 from tensorplay.distributed.optim.zero.checkpoint import Shard, receive_tensors_, send_tensors
 
@@ -30,6 +32,44 @@ class StepWhenJoined(JoinHook):
     def main_hook(self) -> None:
         """Shadows one iteration of the active ranks."""
         self._step()
+
+
+class FollowWhenJoined(JoinHook):
+    """Makes a joined rank take part in whatever the active ranks do next."""
+
+    def __init__(self, follow: Callable[[], None]) -> None:
+        self._follow = follow
+
+    def main_hook(self) -> None:
+        """Shadows one call of the active ranks."""
+        self._follow()
+
+
+class JoinedCalls:
+    """Tells joined ranks which call the active ones are in, with its arguments.
+
+    Args:
+        communicator: carries it.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def announce(self, call: str, arguments: Mapping[str, Json]) -> list[GroupRank]:
+        """On an active rank; returns which ranks are active."""
+        payload = json.dumps({"call": call, "arguments": arguments}).encode()
+        return self._active(self._communicator.all_gather_bytes(payload))
+
+    def follow(self) -> tuple[str, dict[str, Any], list[GroupRank]]:
+        """On a joined rank: the first active rank's call and arguments, and which ranks are active."""
+        payloads = self._communicator.all_gather_bytes(b"")
+        active = self._active(payloads)
+        announced = json.loads(payloads[active[0]])
+        return announced["call"], announced["arguments"], active
+
+    def _active(self, payloads: Sequence[bytes]) -> list[GroupRank]:
+        members = self._communicator.members
+        return [rank for rank, payload in zip(members, payloads, strict=True) if payload]
 
 
 class JoinRound:
@@ -63,8 +103,16 @@ class JoinRound:
         *,
         joined: bool,
         error: Exception | None = None,
+        gradients: bool = True,
     ) -> None:
-        """Gives joined ranks gradients and options; on them, ``groups`` and ``.grad`` are written."""
+        """Gives joined ranks gradients and options; on them, ``groups`` and ``.grad`` are written.
+
+        Args:
+            groups: all param groups.
+            joined: whether this rank has joined.
+            error: what is wrong on this rank, if anything.
+            gradients: whether joined ranks need their shard's gradients.
+        """
         if not self._agreement.settle("step (join)", error=error, flag=int(joined)):
             return
         members = self._communicator.members
@@ -73,27 +121,31 @@ class JoinRound:
         if not active or members.group_rank not in {active[0], *self._joined(active)}:
             return
         if joined:
-            self._receive(groups, active[0])
+            self._receive(groups, active[0], gradients=gradients)
             return
         for rank in self._joined(active):
-            self._send(groups, rank)
+            self._send(groups, rank, gradients=gradients)
 
     def _joined(self, active: Sequence[GroupRank]) -> list[GroupRank]:
         return [rank for rank in self._communicator.members if rank not in active]
 
-    def _send(self, groups: Sequence[Mapping[str, Any]], target: GroupRank) -> None:
-        gradients = {
+    def _send(
+        self, groups: Sequence[Mapping[str, Any]], target: GroupRank, *, gradients: bool
+    ) -> None:
+        sent = {
             index: _to_plain(parameter.grad)
             for index, (parameter, owner) in enumerate(
                 zip(self._parameters, self._owners, strict=True)
             )
-            if owner == target and parameter.grad is not None
+            if gradients and owner == target and parameter.grad is not None
         }
-        shard = Shard.encode({0: gradients, 1: [_sendable_options(group) for group in groups]})
+        shard = Shard.encode({0: sent, 1: [_sendable_options(group) for group in groups]})
         self._communicator.send_bytes(shard.header(), target)
         send_tensors(self._communicator, shard.tensors, target)
 
-    def _receive(self, groups: Sequence[dict[str, Any]], source: GroupRank) -> None:
+    def _receive(
+        self, groups: Sequence[dict[str, Any]], source: GroupRank, *, gradients: bool
+    ) -> None:
         header = self._communicator.receive_bytes(source)
         shard = Shard.allocate(header, self._device_of_type)
         receive_tensors_(self._communicator, shard.tensors, source)
@@ -101,7 +153,7 @@ class JoinRound:
         for index, (parameter, owner) in enumerate(
             zip(self._parameters, self._owners, strict=True)
         ):
-            if owner == self._communicator.members.group_rank:
+            if gradients and owner == self._communicator.members.group_rank:
                 gradient = received[0].get(index)
                 parameter.grad = None if gradient is None else _from_plain(gradient, parameter)
         for group, options in zip(groups, received[1], strict=True):

@@ -3,10 +3,13 @@
 import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
@@ -20,6 +23,7 @@ from tensorplay.distributed.optim._core.coupled_optimizers import (
     refuse_coupling_options,
 )
 from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
+from tensorplay.distributed.optim._core.gradient_norm import norm_across_ranks
 from tensorplay.distributed.optim._core.local_shard import (
     is_dtensor,
     local_memory,
@@ -40,8 +44,23 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
     parameter_indices,
 )
 from tensorplay.distributed.optim.zero.checkpoint import consolidate
+from tensorplay.distributed.optim.zero.clipping import (
+    clip_by_norm_,
+    find_unclippable,
+    gradient_from,
+)
 from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
-from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
+from tensorplay.distributed.optim.zero.gradients import (
+    AveragedElsewhere,
+    Gradients,
+    ReducedToOwners,
+)
+from tensorplay.distributed.optim.zero.join import (
+    FollowWhenJoined,
+    JoinedCalls,
+    JoinRound,
+    StepWhenJoined,
+)
 from tensorplay.distributed.optim.zero.parameter_checks import (
     CURE,
     MetadataWatch,
@@ -79,7 +98,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     parameter from its own gradient and state. The result equals the plain optimizer's, bit for bit.
 
     The gradients must be averaged before :meth:`step`, usually by ``DistributedDataParallel``;
-    whether the optimizer is made before or after the model is wrapped doesn't matter.
+    whether the optimizer is made before or after the model is wrapped doesn't matter. With
+    ``shard_gradients=True`` it averages them itself, and keeps each on its owner only: the second
+    stage.
 
     Follows ``torch.distributed.optim.ZeroRedundancyOptimizer``, with the differences that
     parameters of several dtypes and devices may be mixed, parameters are gathered bucket by bucket
@@ -100,6 +121,20 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             their storage: large ones are sent from there, small ones pass through two staging
             buffers of at most 25 MB.
         overlap_with_ddp: not available yet; true raises ``NotImplementedError``.
+        shard_gradients: if true, use no ``DistributedDataParallel``: the optimizer averages the
+            gradients itself. When the outermost ``backward()`` returns, each rank has those of the
+            parameters that it owns, and the others are freed: there ``.grad`` is a placeholder,
+            which raises if it's taken for a gradient. A step sends what plain DDP sends, a third
+            less than DDP with sharded state. At construction every rank gets the parameters of
+            group rank 0. See also :meth:`no_sync`, :meth:`clip_grad_norm_`, :meth:`full_grad`.
+        module: with ``shard_gradients=True``: the module that is trained. Its parameters and buffers
+            are those of group rank 0 from the start, and its buffers (BatchNorm's statistics) again
+            after each backward, as under DDP.
+        overlap_with_backward: with ``shard_gradients=True``: whether gradients are sent while
+            backward goes on, bucket by bucket, instead of when it has ended. By default they are
+            where parameters are on an accelerator; on CPUs that communicate and compute with the
+            same cores nothing is gained. Hooks of yours that are called after a gradient has been
+            accumulated may then find ``None``.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -133,6 +168,10 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
+        *,
+        shard_gradients: bool = False,
+        module: nn.Module | None = None,
+        overlap_with_backward: bool | None = None,
         **defaults: Any,
     ) -> None:
         if overlap_with_ddp:
@@ -142,11 +181,23 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             )
         Joinable.__init__(self)
         self._has_joined = False
+        self._is_following = False
         self._communicator = connect(process_group, type(self).__name__)
         self._agreement = Agreement(self._communicator, type(self).__name__)
         self.process_group = self._communicator.process_group
         self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
         self._consolidated: dict[str, Any] | None = None
+        self._gradients: Gradients = (
+            ReducedToOwners(
+                self._communicator,
+                self._agreement,
+                module,
+                WeakMethod(self._announce_backward),
+                during_backward=overlap_with_backward,
+            )
+            if shard_gradients
+            else AveragedElsewhere(self._communicator.members.group_rank, module)
+        )
         error = None
         try:
             self._plan_and_build(params, optimizer_class, defaults)
@@ -158,6 +209,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             if error
             else {
                 "parameters_as_bucket_view": self.parameters_as_bucket_view,
+                "gradients": self._gradients.describe(),
                 **self._describe_parameters(),
                 **describe_options(self.param_groups),
                 "optimizer_class": f"{type(self.optim).__module__}.{type(self.optim).__qualname__}",
@@ -167,6 +219,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         )
         self._buckets = ParameterBuckets(self._memories, self._communicator.members.group_rank)
         self._move_into_buckets("__init__", self._plan.layouts)
+        self._gradients.watch(self._parameters, self._plan, self._plan.gradient_layouts)
 
     def _plan_and_build(
         self, params: Iterable[Any], optimizer_class: type[Optimizer], defaults: dict[str, Any]
@@ -176,6 +229,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._members = [tuple(group["params"]) for group in self.param_groups]
         self._parameters = list(dict.fromkeys(all_parameters(self.param_groups)))
         refuse_unsendable(self._parameters, self.param_groups, self._communicator)
+        self._gradients.refuse(self._parameters)
         self._memories = [local_memory(parameter) for parameter in self._parameters]
         self._plan = ShardingPlan.of(
             self._parameters,
@@ -221,6 +275,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             known = set(self._parameters)
             added = [p for p in dict.fromkeys(group["params"]) if p not in known]
             refuse_unsendable(added, self.param_groups, self._communicator)
+            self._gradients.refuse(added)
             self._parameters.extend(added)
             self._memories.extend(local_memory(parameter) for parameter in added)
             self._members = [*members, tuple(group["params"])]
@@ -253,6 +308,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             raise
         self._drop_placeholder_state()
         self._move_into_buckets("add_param_group", self._plan.layouts[len(plan.layouts) :])
+        self._gradients.watch(
+            self._parameters, self._plan, self._plan.gradient_layouts[len(plan.gradient_layouts) :]
+        )
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps what this rank owns, then brings every rank's parameters up to date.
@@ -278,17 +336,149 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         if self._join_config.enable:
             self._take_part_in_join(closure)
         with record_function(f"{type(self).__name__}.agree"):
-            replaced = self._find_replaced()
-            if replaced is None:
+            problem = self._find_replaced() or self._gradients.find_unfinished()
+            if problem is None:
                 copy_options_(self.param_groups, self.optim.param_groups)
-            self._agreement.settle("step", describe_options(self.param_groups), replaced)
+            some_unreduced = self._agreement.settle(
+                "step",
+                describe_options(self.param_groups),
+                problem,
+                flag=int(closure is None and self._gradients.has_unreduced()),
+            )
+        if some_unreduced:
+            self._gradients.reduce("step (reduce)")
         loss, error = self._step_owned(closure, kwargs)
         with record_function(f"{type(self).__name__}.gather"):
             self._gather_parameters(error)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``, for all parameters. No communication."""
+        self._gradients.forget()
+        super().zero_grad(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside accumulate gradients on each rank, without communication.
+
+        With ``shard_gradients=True``. The gradients are reduced by the first backward pass that
+        ends outside, or by :meth:`step`. Use it on every rank for the same passes. No communication.
+
+        Raises:
+            RuntimeError: without ``shard_gradients=True``; then DDP has its own.
+        """
+        return self._gradients.no_sync()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales all averaged gradients so that their norm together is at most ``max_norm``.
+
+        Every rank must call it, between backward and :meth:`step`. It equals
+        ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with a norm that is accurate for
+        any number of elements; each rank computes its own part.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: p > 0 of the p-norm, or ``inf``.
+            error_if_nonfinite: whether to raise if the norm is infinite or not a number.
+
+        Returns:
+            The norm before clipping, a scalar on the first parameter's device.
+
+        Raises:
+            RuntimeError: if the norm isn't finite and ``error_if_nonfinite`` is set; on every rank,
+                and no gradient changes. Also where ranks pass different arguments.
+            TypeError: if a parameter is a ``DTensor``.
+        """
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        self._announce(
+            "clip_grad_norm_",
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+        self._settle_gradients(
+            "clip_grad_norm_",
+            {"max_norm": repr(max_norm), "norm_type": repr(norm_type)},
+            find_unclippable(self._parameters, norm_type),
+        )
+        doubles = any(p.dtype.to_real() is torch.float64 for p in self._parameters)
+        dtype = torch.float64 if doubles else torch.float32
+        owned = self._gradients.owned_stretches()
+        norm = norm_across_ranks(
+            self._communicator, owned, norm_type, self._parameters[0].device, dtype
+        )
+        clip_by_norm_([*owned, *self._gradients.others()], norm, max_norm, error_if_nonfinite)
+        return norm
+
+    def full_grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The averaged gradient of any parameter, on every rank. Every rank must call it.
+
+        Args:
+            parameter: one of the optimizer's.
+
+        Returns:
+            A copy in the parameter's shape and dtype, ``None`` if no rank has a gradient.
+
+        Raises:
+            ValueError: if it isn't a parameter of this optimizer; the other ranks raise too.
+        """
+        index = next((i for i, p in enumerate(self._parameters) if p is parameter), None)
+        error = None
+        self._announce("full_grad", index=index)
+        if index is None:
+            error = ValueError("full_grad() needs a parameter that this optimizer was given")
+        self._settle_gradients("full_grad", {"parameter": index}, error)
+        assert index is not None  # noqa: S101 - narrows a type; the line above has raised
+        owner = self._plan.partition.owners[index]
+        return gradient_from(self._communicator, parameter, self._plan.specs[index], owner)
+
+    def _settle_gradients(self, call: str, arguments: Json, error: Exception | None = None) -> None:
+        """Makes all ranks' gradients ready to be read, by the same call of every rank."""
+        problem = error or self._gradients.find_unfinished()
+        flag = int(self._gradients.has_unreduced())
+        if self._agreement.settle(call, arguments, problem, flag):
+            self._gradients.reduce(f"{call} (reduce)")
+
+    def _announce_backward(self) -> None:
+        self._announce("backward", num_begun=self._gradients.num_begun)
+
+    def _announce(self, call: str, **arguments: Json) -> None:
+        """Inside ``Join``, tells the ranks that have joined what the active ones do."""
+        if not self._join_config.enable or self._has_joined or not self._gradients.can_follow:
+            return
+        if not self._join_config.is_first_joinable:
+            raise RuntimeError(
+                "with shard_gradients=True the optimizer must be the first or only joinable of Join"
+            )
+        Join.notify_join_context(self)
+        self._gradients.divide_among(JoinedCalls(self._communicator).announce(call, arguments))
+
+    def _follow(self) -> None:
+        """On a rank that has joined: takes part in one call of the active ones."""
+        if not self._is_following:
+            self._is_following = True
+            self.zero_grad()
+        call, arguments, active = JoinedCalls(self._communicator).follow()
+        self._gradients.divide_among(active)
+        self._has_joined = True
+        try:
+            if call == "backward":
+                self._gradients.reduce_nothing(**arguments)
+            elif call == "clip_grad_norm_":
+                self.clip_grad_norm_(**arguments)
+            elif call == "full_grad":
+                self.full_grad(self._parameters[arguments["index"]])
+            else:
+                self.step()
+                self.zero_grad()
+        finally:
+            self._has_joined = False
+
     def _take_part_in_join(self, closure: Callable[[], Any] | None) -> None:
-        if not self._has_joined:
+        if self._gradients.can_follow:
+            self._announce("step")
+        elif not self._has_joined:
             Join.notify_join_context(self)
         error = None
         if closure is not None:
@@ -302,7 +492,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             self._parameters,
             self._plan.partition.owners,
             self._device_of_type(),
-        ).run(self.param_groups, joined=self._has_joined, error=error)
+        ).run(
+            self.param_groups,
+            joined=self._has_joined,
+            error=error,
+            gradients=not self._gradients.can_follow,
+        )
 
     def _step_when_joined(self) -> None:
         self._has_joined = True
@@ -313,13 +508,17 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             for parameter in all_parameters(self.optim.param_groups):
                 parameter.grad = None  # they were received for this step only
 
-    def join_hook(self, **_kwargs: Any) -> JoinHook:
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook with which a rank that has run out of inputs goes on stepping its shard.
 
         For the ``Join`` of ``tensorplay.distributed.algorithms.join``, in any order, or torch's,
         with ``DistributedDataParallel`` first. The joined rank gets its shard's averaged gradients
         and the options of all groups from an active one.
         """
+        if self._gradients.can_follow:
+            self._is_following = False
+            self._gradients.divides_by_world_size = kwargs.get("divide_by_initial_world_size", True)
+            return FollowWhenJoined(self._follow)
         return StepWhenJoined(self._step_when_joined)
 
     @property
@@ -337,7 +536,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     ) -> tuple[Any, Exception | None]:
         def live_closure() -> Any:
             copy_options_(self.optim.param_groups, self.param_groups)
-            loss = closure()  # type: ignore[misc]
+            error, loss = None, None
+            try:
+                loss = closure()  # type: ignore[misc]
+            except Exception as problem:  # noqa: BLE001 - other ranks may wait for our backward
+                error = problem
+            self._gradients.closure_returned(error)
             copy_options_(self.param_groups, self.optim.param_groups)
             return loss
 
@@ -523,7 +727,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             if parameter not in self._placeholders
             for tensor in _tensors_in(state)
         )
-        return ShardingReport.of(self._plan, self._communicator.members.group_rank, state_bytes)
+        return ShardingReport.of(
+            self._plan,
+            self._communicator.members.group_rank,
+            state_bytes,
+            reduces=self._gradients.can_follow,
+        )
 
     def __repr__(self) -> str:
         members = self._communicator.members

@@ -12,6 +12,9 @@ from tensorplay.distributed.optim._core.partition import WholePartition, partiti
 CAPACITY_BYTES = 25 * 1024 * 1024
 """Of a bucket at most: the same as DDP's, large enough to fill any link."""
 
+ALONE_BYTES = 512 * 1024
+"""Of a parameter whose gradient is sent from its own memory: copying it would take longer."""
+
 LEAST_STAGED_CAPACITY_BYTES = 8 * 1024 * 1024
 """Of a bucket that passes through a staging buffer, at least: see :func:`staged_capacity`."""
 
@@ -23,12 +26,15 @@ class ShardingPlan:
     Attributes:
         specs: the parameters, by index.
         partition: their owners.
-        layouts: the buckets; every parameter that has elements is in exactly one.
+        layouts: the buckets in which parameters are gathered; every parameter that has elements is
+            in exactly one.
+        gradient_layouts: the buckets in which gradients are reduced, likewise.
     """
 
     specs: tuple[ParameterSpec, ...]
     partition: WholePartition
     layouts: tuple[BucketLayout, ...]
+    gradient_layouts: tuple[BucketLayout, ...]
 
     @classmethod
     def of(
@@ -64,7 +70,19 @@ class ShardingPlan:
             staged_capacity(specs),
             resident_capacity_bytes=CAPACITY_BYTES if resident else None,
         )
-        return cls(specs, partition, (before.layouts if before else ()) + layouts)
+        gradient_layouts = layout_buckets(
+            specs[num_planned:],
+            partition.owners[num_planned:],
+            num_ranks,
+            CAPACITY_BYTES,
+            alone_bytes=ALONE_BYTES,
+        )
+        return cls(
+            specs,
+            partition,
+            (before.layouts if before else ()) + layouts,
+            (before.gradient_layouts if before else ()) + gradient_layouts,
+        )
 
 
 def staged_capacity(specs: Sequence[ParameterSpec]) -> int:

@@ -1,0 +1,232 @@
+"""Memory of gradients: what a bucket sends, and where the averaged gradients come to lie.
+
+Note [Two kinds of buckets]
+    A large parameter is a bucket of its own: autograd hands over a fresh gradient, which is sent
+    from where it is and averaged in place. Small ones share a flat buffer: their ``.grad`` are made
+    views of it before backward accumulates, so that nothing is packed afterwards.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+
+from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
+from tensorplay.distributed.optim._core.flat_buffer import FlatBuffer
+from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
+
+
+class AveragedMark:
+    """Says of a ``.grad`` whether it has been averaged, on the tensor itself: nothing else lives as long."""
+
+    def set_(self, gradient: torch.Tensor) -> None:
+        """The gradient has been averaged."""
+        gradient._averaged_by = self  # type: ignore[attr-defined]  # noqa: SLF001 - our attribute on torch's object
+
+    def is_on(self, gradient: torch.Tensor) -> bool:
+        """Whether it has."""
+        return getattr(gradient, "_averaged_by", None) is self
+
+    @staticmethod
+    def clear_(gradient: torch.Tensor) -> None:
+        """The memory of the gradient is used again."""
+        gradient._averaged_by = None  # type: ignore[attr-defined]  # noqa: SLF001 - our attribute on torch's object
+
+
+class GradientBucket(Protocol):
+    """The gradients of the parameters in one bucket."""
+
+    layout: BucketLayout
+
+    def arm_(self) -> None:
+        """Before a pass: prepares parameters without gradients for what will come."""
+
+    def disarm_(self, fired: Collection[int]) -> None:
+        """After a pass: takes back what was prepared for parameters that didn't get any."""
+
+    def local(self) -> torch.Tensor:
+        """``(numel,)``: this rank's gradients as the layout says, zeros where it has none."""
+
+    def destination(self, local: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """``(end - start,)``: memory for the average of that stretch; it may be ``local``'s own."""
+
+    def views(self, result: torch.Tensor, start: int) -> dict[int, torch.Tensor]:
+        """Gradients by parameter, of those that lie as a whole in a result that begins at ``start``."""
+
+    def whole(self, start: int, end: int) -> torch.Tensor | None:
+        """``(end - start,)``: a stretch as one tensor, if exactly its gradients are there in ``.grad``."""
+
+    def release(self) -> None:
+        """Lets go of the memory of this rank's gradients, after they have been sent."""
+
+
+class PackedGradients:
+    """Small parameters, whose gradients are accumulated in one flat buffer.
+
+    Args:
+        layout: where each lies.
+        specs: all parameters' specs, by index.
+        parameters: all parameters, by index.
+        keep: whether the buffer stays allocated between passes.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.Tensor],
+        *,
+        keep: bool,
+    ) -> None:
+        self.layout = layout
+        self._specs = specs
+        self._members = [(slot.parameter, parameters[slot.parameter]) for slot in layout.slots]
+        self._keep = keep
+        self._views: list[torch.Tensor] = []
+        self._flat: torch.Tensor | None = None
+        self._armed: set[int] = set()
+
+    def arm_(self) -> None:
+        """See :class:`GradientBucket`."""
+        flat = self._allocate()
+        bare = [place for place, (_, p) in enumerate(self._members) if p.grad is None]
+        if len(bare) == len(self._members):
+            flat.zero_()
+        elif bare:
+            torch._foreach_zero_([self._views[place] for place in bare])
+        for place in bare:
+            index, parameter = self._members[place]
+            view = self._views[place]
+            AveragedMark.clear_(view)
+            parameter.grad = view
+            self._armed.add(index)
+
+    def disarm_(self, fired: Collection[int]) -> None:
+        """See :class:`GradientBucket`."""
+        if not self._armed.issubset(fired):
+            for (index, parameter), view in zip(self._members, self._views, strict=True):
+                if index in self._armed and index not in fired and parameter.grad is view:
+                    parameter.grad = None
+        self._armed.clear()
+
+    def local(self) -> torch.Tensor:
+        """See :class:`GradientBucket`."""
+        flat = self._allocate()
+        for (_, parameter), view in zip(self._members, self._views, strict=True):
+            gradient = parameter.grad
+            if gradient is view:
+                continue
+            if gradient is None:
+                view.zero_()
+            else:
+                view.copy_(gradient.detach())
+        return flat
+
+    def destination(self, local: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """In place if the buffer stays or all of it is owned, else apart, so that it can go."""
+        if self._keep or end - start == local.numel():
+            return local[start:end]
+        return local.new_empty(end - start)
+
+    def views(self, result: torch.Tensor, start: int) -> dict[int, torch.Tensor]:
+        """See :class:`GradientBucket`."""
+        end = start + result.numel()
+        origin = result.storage_offset() - start
+        if self._flat is not None and result.data_ptr() == self._flat[start:].data_ptr():
+            return {
+                slot.parameter: view
+                for slot, view in zip(self.layout.slots, self._views, strict=True)
+                if start <= slot.offset and slot.offset + slot.numel <= end
+            }
+        return {
+            slot.parameter: result.as_strided(
+                self._specs[slot.parameter].shape,
+                self._specs[slot.parameter].stride,
+                origin + slot.offset,
+            )
+            for slot in self.layout.slots
+            if start <= slot.offset and slot.offset + slot.numel <= end
+        }
+
+    def whole(self, start: int, end: int) -> torch.Tensor | None:
+        """See :class:`GradientBucket`; the padding holds zeros."""
+        places = [
+            place
+            for place, slot in enumerate(self.layout.slots)
+            if start <= slot.offset and slot.offset + slot.numel <= end
+        ]
+        if self._flat is None or any(
+            self._members[place][1].grad is not self._views[place] for place in places
+        ):
+            return None
+        return self._flat[start:end]
+
+    def release(self) -> None:
+        """See :class:`GradientBucket`."""
+        if not self._keep:
+            self._flat, self._views = None, []
+
+    def _allocate(self) -> torch.Tensor:
+        if self._flat is None:
+            flat = torch.zeros(
+                self.layout.numel, dtype=self.layout.dtype, device=self.layout.device
+            )
+            buffer = FlatBuffer(self.layout, self._specs, flat)
+            self._views = [buffer.view(slot) for slot in self.layout.slots]
+            self._flat = flat
+        return self._flat
+
+
+class SoleGradient:
+    """One large parameter, whose gradient is sent from its own memory."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self.layout = layout
+        (slot,) = layout.slots
+        self._index = slot.parameter
+        self._spec = specs[slot.parameter]
+        self._parameter = parameters[slot.parameter]
+
+    def arm_(self) -> None:
+        """Nothing to prepare: the gradient will be fresh."""
+
+    def disarm_(self, fired: Collection[int]) -> None:
+        """Nothing was prepared."""
+
+    def local(self) -> torch.Tensor:
+        """See :class:`GradientBucket`."""
+        gradient = self._parameter.grad
+        numel, spec = self.layout.numel, self._spec
+        if gradient is None:
+            return torch.zeros(numel, dtype=self.layout.dtype, device=self.layout.device)
+        gradient = gradient.detach()
+        if gradient.stride() != spec.stride or gradient.dtype != spec.dtype:
+            planned = torch.empty_strided(
+                spec.shape, spec.stride, dtype=spec.dtype, device=spec.device
+            )
+            gradient = planned.copy_(gradient)
+        return gradient.as_strided((numel,), (1,))
+
+    def destination(self, local: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        """In place if all of it is owned."""
+        if end - start == local.numel():
+            return local
+        return local.new_empty(end - start)
+
+    def views(self, result: torch.Tensor, start: int) -> dict[int, torch.Tensor]:
+        """See :class:`GradientBucket`."""
+        if start or result.numel() != self.layout.numel:
+            return {}
+        return {self._index: result.as_strided(self._spec.shape, self._spec.stride)}
+
+    def whole(self, start: int, end: int) -> torch.Tensor | None:  # noqa: ARG002 - it has one stretch
+        """Nothing that ``.grad`` isn't by itself."""
+        return None
+
+    def release(self) -> None:
+        """Autograd's memory goes with the ``.grad``."""

@@ -1,0 +1,488 @@
+"""Hooks -> buckets -> owners' averaged gradients, when ``backward()`` returns.
+
+Each rank's gradients stay its own until the outermost backward ends. Then every bucket is exchanged:
+each rank sends every other the slice that this one owns, and sums in rank order what it gets. Two
+exchanges are under way at a time, so that the memory beyond the gradients is two buckets.
+
+Note [Reduced and own gradients]
+    After a reduction ``.grad`` holds averages. What a later backward adds must not mix with them
+    before it has been averaged too. So when a pass begins, averages that are still there are set
+    aside, and added to the new ones when these have been reduced.
+
+Note [Unused parameters]
+    A gradient that no rank has stays ``None``; where only some lack it, it counts as zero there.
+    Ranks tell each other which they have only if any of them lacks one.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from tensorplay.distributed.optim._core.agreement import Agreement
+from tensorplay.distributed.optim._core.backward_pass import BackwardPass
+from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, extents_in_rounds
+from tensorplay.distributed.optim._core.collectives import (
+    CommunicationError,
+    Communicator,
+)
+from tensorplay.distributed.optim._core.gradient_buckets import (
+    AveragedMark,
+    GradientBucket,
+    PackedGradients,
+    SoleGradient,
+)
+from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
+from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
+from tensorplay.distributed.optim._core.rank_order_sum import average_
+from tensorplay.distributed.optim._core.reduction_schedule import (
+    AfterBackward,
+    DuringBackward,
+    Schedule,
+)
+from tensorplay.distributed.optim._core.tagged_json import Json
+from tensorplay.distributed.optim._core.transfers import Transfer
+
+NUM_IN_FLIGHT = 2
+"""Exchanges under way at a time."""
+
+NUM_KEPT = 2
+"""Flat buffers that stay allocated between passes."""
+
+
+class GradientReducer:
+    """Averages the gradients of parameters to the ranks that own them, at the end of backward.
+
+    Args:
+        communicator: carries them.
+        agreement: settles that all ranks reduce, and what.
+        capacity_bytes: how much is received at a time.
+        during_backward: whether buckets are sent while backward goes on, or when it has ended; if
+            ``None``, while it goes on where parameters are on an accelerator.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        agreement: Agreement,
+        capacity_bytes: int,
+        *,
+        during_backward: bool | None = None,
+    ) -> None:
+        self.divisor: float = communicator.members.world_size
+        """What sums are divided by."""
+        self._communicator = communicator
+        self._agreement = agreement
+        self._capacity_bytes = capacity_bytes
+        self.parameters: list[torch.Tensor] = []
+        self.buckets: list[GradientBucket] = []
+        self._reduced_by_default: dict[int, bool] = {}
+        self._foreign: list[torch.Tensor] = []
+        self._set_aside: dict[int, torch.Tensor] = {}
+        self._partial: dict[int, PartialGradient] = {}
+        self._sentinels: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._mark = AveragedMark()
+        self._syncs = True
+        self._has_unreduced_passes = False
+        self._adds_up = False
+        self._has_more = False
+        self._counted_from = (0, 0)
+        self.backward_pass = BackwardPass(self)
+        self._during_backward = during_backward
+        self._schedule: Schedule = AfterBackward(weakref.proxy(self))
+
+    def add(
+        self,
+        parameters: Sequence[torch.Tensor],
+        specs: Sequence[ParameterSpec],
+        layouts: Sequence[BucketLayout],
+    ) -> None:
+        """Watches further parameters.
+
+        Args:
+            parameters: all of them by index, those that were added earlier first.
+            specs: their specs.
+            layouts: the buckets of the new ones; a bucket of one parameter is sent from its memory.
+        """
+        added = parameters[len(self.parameters) :]
+        if self._during_backward is None:
+            self._during_backward = any(p.device.type != "cpu" for p in added)
+        if self._during_backward and not self.parameters:
+            self._schedule = DuringBackward(weakref.proxy(self), NUM_IN_FLIGHT)
+        self.parameters.extend(added)
+        rank = self._communicator.members.group_rank
+        self._foreign.extend(
+            self.parameters[slot.parameter]
+            for layout in layouts
+            for slot in layout.slots_except(rank)
+        )
+        num_kept = sum(isinstance(bucket, PackedGradients) for bucket in self.buckets)
+        for layout in layouts:
+            for slot in layout.slots:
+                self._reduced_by_default[slot.parameter] = layout.trainable
+            if len(layout.slots) == 1:
+                self.buckets.append(SoleGradient(layout, specs, self.parameters))
+            else:
+                keep = layout.trainable and num_kept < NUM_KEPT
+                num_kept += 1
+                self.buckets.append(PackedGradients(layout, specs, self.parameters, keep=keep))
+        start = len(self.parameters) - len(added)
+        self.backward_pass.watch(added)
+        if self._schedule.hears_ready:
+            reference = weakref.ref(self._schedule)
+
+            def ready(place: int) -> None:
+                if (schedule := reference()) is not None:
+                    schedule.ready(start + place)
+
+            self.backward_pass.notify_ready(added, ready)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes that end inside accumulate this rank's own gradients, and reduce nothing."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def begin(self) -> None:
+        """See :class:`BackwardObserver`."""
+        self._count_from(self.backward_pass.num_begun - 1)
+        self._drop_cleared()
+        self.set_averages_aside()
+        for bucket in self.buckets:
+            if bucket.layout.trainable:
+                bucket.arm_()
+        self._schedule.begin(syncs=self._syncs)
+
+    def end(self) -> None:
+        """See :class:`BackwardObserver`."""
+        self._disarm()
+        if self._syncs:
+            self._schedule.end()
+        else:
+            self._has_unreduced_passes = True
+
+    def abandon(self) -> None:
+        """See :class:`BackwardObserver`."""
+        gradients = [self.parameters[index].grad for index in set(self.backward_pass.fired)]
+        if not any(self._is_own(gradient) and gradient.any() for gradient in gradients):  # type: ignore[union-attr] # None is no own one
+            self.forget()  # somebody has zeroed them, who couldn't see what was set aside
+        self._disarm()
+        self._schedule.abandon()
+
+    def _disarm(self) -> None:
+        fired = set(self.backward_pass.fired)
+        for bucket in self.buckets:
+            bucket.disarm_(fired)
+        for index in [index for index in self._set_aside if index not in fired]:
+            self.parameters[index].grad = self._set_aside.pop(index)
+
+    def before_backward_reduces(self) -> None:
+        """Called when a backward pass has ended whose gradients are about to be reduced."""
+
+    def after_reduction(self) -> None:
+        """Called after each reduction, on every rank."""
+
+    def forget(self) -> None:
+        """Drops averages that were set aside, and what ``no_sync`` left; for ``zero_grad``."""
+        self._set_aside.clear()
+        self._has_unreduced_passes = False
+
+    def has_unreduced(self) -> bool:
+        """Whether ``no_sync``, or the caller, left gradients here that haven't been averaged.
+
+        A gradient that the caller assigned is noticed where another rank owns the parameter; where
+        this one does, it may be an averaged one that the caller has changed.
+        """
+        return self._has_unreduced_passes or any(
+            parameter.grad is not None and type(parameter.grad) is not PartialGradient
+            for parameter in self._foreign
+        )
+
+    def owned_stretches(self) -> list[torch.Tensor]:
+        """Tensors that together hold the averaged gradients of what this rank owns, as few as can be."""
+        return [stretch for bucket in self.buckets for stretch in self._stretches(bucket)]
+
+    def _stretches(self, bucket: GradientBucket) -> list[torch.Tensor]:
+        start, end = self._own_extent(bucket.layout)
+        flat = bucket.whole(start, end)
+        if flat is not None:
+            return [flat]
+        gradients = (
+            self.parameters[slot.parameter].grad
+            for slot in bucket.layout.slots
+            if start <= slot.offset < end
+        )
+        return [each for each in gradients if each is not None]
+
+    def _own_extent(self, layout: BucketLayout) -> tuple[int, int]:
+        rank = self._communicator.members.group_rank
+        return layout.cuts[rank], layout.cuts[rank + 1]
+
+    @torch.no_grad()
+    def reduce(self, call: str) -> None:
+        """Averages all gradients that haven't been yet. Every rank must call it.
+
+        Args:
+            call: what messages call it.
+
+        Raises:
+            RankDisagreementError: if another rank is in another call, or has begun another number
+                of backward passes; on every rank, and the gradients stay as they were.
+            CommunicationError: if the backend fails or a rank doesn't come in time.
+        """
+        self._has_unreduced_passes = False
+        self._drop_cleared()
+        self.set_averages_aside()
+        self._adds_up = bool(self._set_aside)
+        used = self._agree_on_used(call)
+        finite = []
+        for transfer in self._transfers(used):
+            finite.append(self.finish(transfer))
+            if transfer.is_last:
+                self.show(transfer, used)
+        self.conclude(finite)
+
+    def conclude(self, finite: Sequence[torch.Tensor | None]) -> None:
+        """See :class:`Reductions`."""
+        self._agree_on_finiteness([scalar for scalar in finite if scalar is not None])
+        for index in list(self._set_aside):  # no rank had anything to add to them
+            self.parameters[index].grad = self._set_aside.pop(index)
+        self.after_reduction()
+
+    def settle_start(self) -> None:
+        """See :class:`Reductions`."""
+        self._has_unreduced_passes = False
+        self._adds_up = bool(self._set_aside)
+        self._agreement.settle("backward", self._describe_passes())
+
+    def settle_end(self, has: dict[int, bool], *, was_aborted: bool, is_late: bool) -> set[int]:
+        """See :class:`Reductions`."""
+        has = {
+            index: has.get(index, False) or self.parameters[index].grad is not None
+            for index in self._reduced_by_default
+        }
+        has_more = is_late or any(
+            has[index] for index, by_default in self._reduced_by_default.items() if not by_default
+        )
+        flag = 2 if has_more else int(has != self._reduced_by_default)
+        unusual = self._agreement.settle(
+            "backward (end)",
+            {"ended by an exception": was_aborted},
+            self._find_unreducible(),
+            flag,
+        )
+        self._has_more = unusual > 1
+        return self._used_anywhere(has, unusual=bool(unusual))
+
+    def add_late(self, gradients: dict[int, torch.Tensor]) -> None:
+        """See :class:`Reductions`; Note [Late gradients]. Also those of thawed parameters."""
+        if not self._has_more:
+            return
+        for index, gradient in gradients.items():
+            self._set_aside_one(index)
+            self.parameters[index].grad = gradient
+        self.reduce("backward (late gradients)")
+
+    def _describe_passes(self) -> dict[str, Json]:
+        self._count_from(self.num_begun)
+        return {
+            "backward passes begun (one more where an exception ended one)": self.num_begun
+            - self._counted_from[1]
+        }
+
+    def _agree_on_used(self, call: str) -> set[int]:
+        """The parameters of which some rank has a gradient (Note [Unused parameters])."""
+        description = self._describe_passes()
+        has = {index: self.parameters[index].grad is not None for index in self._reduced_by_default}
+        unusual = self._agreement.settle(
+            call,
+            description,
+            self._find_unreducible(),
+            flag=int(has != self._reduced_by_default),
+        )
+        return self._used_anywhere(has, unusual=bool(unusual))
+
+    def _used_anywhere(self, has: dict[int, bool], *, unusual: bool) -> set[int]:
+        if unusual:
+            flags = torch.tensor(
+                list(has.values()), dtype=torch.uint8, device=self._communicator.transport_device()
+            )
+            self._communicator.all_reduce_(flags, "max").wait()
+            has = dict(zip(has, map(bool, flags.tolist()), strict=True))
+        else:
+            has = self._reduced_by_default
+        return {index for index, is_used in has.items() if is_used}
+
+    def _count_from(self, num_begun: int) -> None:
+        """Begins to count passes anew once all ranks have been told of a disagreement."""
+        if self._agreement.num_refused != self._counted_from[0]:
+            self._counted_from = self._agreement.num_refused, num_begun
+
+    def _transfers(self, used: set[int]) -> Iterator[Transfer]:
+        """Launches exchanges, and yields them in order, while the next are under way."""
+        in_flight: deque[Transfer] = deque()
+        for bucket in self.buckets:
+            if used.isdisjoint(slot.parameter for slot in bucket.layout.slots):
+                continue
+            for transfer in self.launch(bucket):
+                in_flight.append(transfer)
+                if len(in_flight) == NUM_IN_FLIGHT:
+                    yield in_flight.popleft()
+        yield from in_flight
+
+    def launch(self, bucket: GradientBucket) -> Iterator[Transfer]:
+        """See :class:`Reductions`."""
+        members, layout = self._communicator.members, bucket.layout
+        own_start, own_end = self._own_extent(layout)
+        longest = max(
+            1, self._capacity_bytes // layout.dtype.itemsize // max(1, members.world_size - 1)
+        )
+        rounds = extents_in_rounds(layout.cuts, longest)
+        local = bucket.local()
+        result = bucket.destination(local, own_start, own_end) if own_start < own_end else None
+        for number, extents in enumerate(rounds):
+            start, end = extents[members.group_rank]
+            outgoing = [
+                (rank, local[slice(*extents[rank])])
+                for rank in members
+                if rank != members.group_rank and extents[rank][0] < extents[rank][1]
+            ]
+            contributions = [
+                local[start:end] if rank == members.group_rank else local.new_empty(end - start)
+                for rank in members
+                if start < end
+            ]
+            incoming = [
+                (rank, part)
+                for rank, part in zip(members, contributions, strict=False)
+                if rank != members.group_rank
+            ]
+            yield Transfer(
+                bucket,
+                self._communicator.exchange(outgoing, incoming),
+                local,
+                None if result is None else result[start - own_start : end - own_start],
+                contributions,
+                result,
+                is_last=number == len(rounds) - 1,
+            )
+
+    def finish(self, transfer: Transfer) -> torch.Tensor | None:
+        """See :class:`Reductions`."""
+        layout = transfer.bucket.layout
+        try:
+            transfer.exchange.wait()
+        except CommunicationError as error:
+            raise CommunicationError(
+                f"reducing gradients failed in the bucket that holds {len(layout.slots)} parameters "
+                f"(the first is number {layout.slots[0].parameter}), {error}"
+            ) from error
+        finite = None
+        if transfer.contributions and transfer.destination is not None:
+            finite = average_(transfer.destination, transfer.contributions, self.divisor)
+        return finite
+
+    def show(self, transfer: Transfer, used: set[int]) -> None:
+        """See :class:`Reductions`."""
+        bucket, result = transfer.bucket, transfer.result
+        start, _ = self._own_extent(bucket.layout)
+        whole = {} if result is None else bucket.views(result, start)
+        bucket.release()
+        for slot in bucket.layout.slots:
+            index = slot.parameter
+            if index not in used:
+                continue
+            parameter = self.parameters[index]
+            before = self._set_aside.pop(index, None)
+            gradient = whole.get(index)
+            if gradient is None:
+                parameter.grad = self._partial_gradient(index)
+                continue
+            if before is not None:
+                gradient.add_(before)
+            self._mark.set_(gradient)
+            parameter.grad = gradient
+
+    def _partial_gradient(self, index: int) -> PartialGradient:
+        """The gradient of a parameter that another rank owns."""
+        if index not in self._partial:
+            parameter = self.parameters[index]
+            self._partial[index] = PartialGradient(parameter, (self._sentinel(parameter),))
+        return self._partial[index]
+
+    def _sentinel(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Not finite where some rank's gradients aren't; a part of every partial gradient."""
+        kind = parameter.dtype, parameter.device
+        if kind not in self._sentinels:
+            self._sentinels[kind] = torch.zeros(1, dtype=kind[0], device=kind[1])
+        return self._sentinels[kind]
+
+    def _agree_on_finiteness(self, scalars: Sequence[torch.Tensor]) -> None:
+        """Lets every partial gradient show whether some rank's are infinite or not a number."""
+        devices = dict.fromkeys(bucket.layout.device for bucket in self.buckets)
+        for device in devices:
+            local = [scalar for scalar in scalars if scalar.device == device]
+            infinite = torch.zeros(1, dtype=torch.uint8, device=device)
+            if local:
+                infinite += ~torch.isfinite(torch.stack(local)).all()  # a sum might overflow
+            self._communicator.all_reduce_(infinite, "max").wait()
+            for (_, place), sentinel in self._sentinels.items():
+                if place == device:
+                    worst = torch.where(infinite.bool(), torch.inf, 0.0).to(sentinel.dtype)
+                    sentinel.copy_(sentinel + worst if self._adds_up else worst)
+
+    def _drop_cleared(self) -> None:
+        """Follows a model's ``zero_grad()``, which can't see what was set aside."""
+        for index in list(self._set_aside):
+            if self.parameters[index].grad is None:
+                del self._set_aside[index]
+
+    def set_averages_aside(self) -> None:
+        """See :class:`Reductions` and Note [Reduced and own gradients]."""
+        for index in self._reduced_by_default:
+            self._set_aside_one(index)
+
+    def _set_aside_one(self, index: int) -> None:
+        parameter = self.parameters[index]
+        gradient = parameter.grad
+        if gradient is not None and not self._is_own(gradient):
+            if not isinstance(gradient, PartialGradient):
+                gradient = self._apart(gradient)
+            self._set_aside[index] = gradient
+            parameter.grad = None
+
+    def _apart(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient in memory of its own: a slot of a bucket is about to be used again."""
+        if gradient.untyped_storage().nbytes() == gradient.nbytes:
+            return gradient
+        copy = gradient.clone()
+        self._mark.set_(copy)
+        return copy
+
+    def _is_own(self, gradient: torch.Tensor | None) -> bool:
+        return not (
+            gradient is None or isinstance(gradient, PartialGradient) or self._mark.is_on(gradient)
+        )
+
+    def _find_unreducible(self) -> Exception | None:
+        layouts = dict(self.backward_pass.layouts)  # before they were added to dense ones
+        for index in self._reduced_by_default:
+            gradient = self.parameters[index].grad
+            layout = layouts.get(index, torch.strided if gradient is None else gradient.layout)
+            if layout is not torch.strided:
+                return TypeError(
+                    f"the gradient of parameter {index} has layout {layout}; only dense "
+                    "gradients can be reduced to their owners: build the embedding with "
+                    "sparse=False, or let DistributedDataParallel average the gradients"
+                )
+        return None
+
+    @property
+    def num_begun(self) -> int:
+        """How many backward passes have begun on this rank."""
+        return self.backward_pass.num_begun

@@ -1,0 +1,79 @@
+"""The mean of what ranks have sent: summed in rank order, so that every run gives the same bits."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+CHUNK_NUMEL = 512 * 1024
+"""Elements that a CPU handles at a time: few calls, and the later ones find them in its cache."""
+
+_LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
+
+
+def average_(
+    destination: torch.Tensor, contributions: Sequence[torch.Tensor], divisor: float
+) -> torch.Tensor:
+    """Writes the sum of ``contributions``, in their order, divided by ``divisor``.
+
+    16-bit floats are summed and divided in float32 and rounded once.
+
+    Args:
+        destination: ``(numel,)``, contiguous; it may be one of the contributions.
+        contributions: ``(numel,)`` each, of the same dtype; the first is used as scratch memory.
+        divisor: usually the number of ranks.
+
+    Returns:
+        A scalar that is finite if and only if all elements written are.
+    """
+    squares = []
+    for target, parts in _chunks(destination, contributions):
+        _average_chunk_(target, parts, divisor)
+        if target.device.type == "cpu":
+            real = _real(target)
+            squares.append(torch.dot(real, real))  # reads a cache, unlike a pass over everything
+    if squares:
+        total = torch.stack(squares).sum()
+        if total.isfinite():
+            return total
+    largest: torch.Tensor = torch.linalg.vector_norm(_real(destination), torch.inf)
+    return largest
+
+
+def _real(values: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(values).view(-1) if values.is_complex() else values
+    return real.float() if real.dtype in _LOW_PRECISION else real
+
+
+def _average_chunk_(target: torch.Tensor, parts: Sequence[torch.Tensor], divisor: float) -> None:
+    first, *others = parts
+    if target.dtype in _LOW_PRECISION:
+        total = first.float()
+        for part in others:
+            total.add_(part)
+        target.copy_(total.div_(divisor))
+        return
+    for part in others[:-1]:
+        first.add_(part)
+    if others:
+        torch.add(first, others[-1], out=target)
+    elif first.data_ptr() != target.data_ptr():
+        target.copy_(first)
+    if divisor != 1:
+        # The reciprocal of a power of two is exact, and multiplying is faster.
+        target.mul_(1 / divisor) if _is_power_of_two(divisor) else target.div_(divisor)
+
+
+def _is_power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] == 0.5
+
+
+def _chunks(
+    destination: torch.Tensor, contributions: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
+    if destination.device.type != "cpu":
+        yield destination, contributions
+        return
+    pieces = [torch.split(part, CHUNK_NUMEL) for part in (destination, *contributions)]
+    for target, *parts in zip(*pieces, strict=True):
+        yield target, parts

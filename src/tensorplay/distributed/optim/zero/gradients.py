@@ -1,0 +1,306 @@
+"""Where the gradients come from that a sharded optimizer steps on.
+
+Either something else averages them on every rank, usually ``DistributedDataParallel``, or the
+optimizer reduces them to their owners itself.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+from weakref import WeakMethod
+
+import torch
+from torch import nn
+
+from tensorplay.distributed.optim._core.agreement import (
+    Agreement,
+    PeerError,
+    RankDisagreementError,
+)
+from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
+from tensorplay.distributed.optim._core.collectives import CommunicationError, Communicator
+from tensorplay.distributed.optim._core.gradient_reducer import GradientReducer
+from tensorplay.distributed.optim._core.local_shard import is_dtensor
+from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.replication import replicate_
+from tensorplay.distributed.optim._core.tagged_json import Json
+from tensorplay.distributed.optim.zero.sharding_plan import CAPACITY_BYTES, ShardingPlan
+
+
+class Gradients(Protocol):
+    """What :class:`ZeroRedundancyOptimizer` needs of either source."""
+
+    def watch(
+        self,
+        parameters: Sequence[torch.Tensor],
+        plan: ShardingPlan,
+        layouts: Sequence[BucketLayout],
+    ) -> None:
+        """Takes care of further parameters. Every rank must call it."""
+
+    can_follow: bool
+    """Whether a rank without inputs takes part in reductions of the others."""
+    divides_by_world_size: bool
+    """Whether such a rank counts as having contributed zeros."""
+
+    @property
+    def num_begun(self) -> int:
+        """How many backward passes this rank has begun."""
+
+    def divide_among(self, active: Sequence[GroupRank]) -> None:
+        """Notes which ranks have inputs."""
+
+    def reduce_nothing(self, num_begun: int) -> None:
+        """Takes part in a reduction after a backward pass of other ranks."""
+
+    def find_unfinished(self) -> Exception | None:
+        """An error if backward didn't get as far as it should have."""
+
+    def has_unreduced(self) -> bool:
+        """Whether there are gradients on this rank that :meth:`reduce` should average first."""
+
+    def reduce(self, call: str) -> None:
+        """Averages these. Every rank must call it."""
+
+    def owned_stretches(self) -> list[torch.Tensor]:
+        """Tensors that together hold the averaged gradients of what this rank owns."""
+
+    def others(self) -> list[torch.Tensor]:
+        """The averaged gradients, as whole as they are here, of what other ranks own."""
+
+    def forget(self) -> None:
+        """Drops what isn't in any ``.grad``."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside reduce nothing."""
+
+    def describe(self) -> Json:
+        """What must be the same on every rank at construction."""
+
+    def refuse(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raises for parameters whose gradients can't come from here."""
+
+    def closure_returned(self, error: Exception | None) -> None:
+        """Tells other ranks that wait for this rank's backward if a closure has failed."""
+
+
+class AveragedElsewhere:
+    """Every rank has all averaged gradients when it steps.
+
+    Args:
+        group_rank: this rank.
+        module: must be ``None``: whoever averages the gradients takes care of the module.
+    """
+
+    can_follow = False
+    divides_by_world_size = True
+    num_begun = 0
+
+    def __init__(self, group_rank: GroupRank, module: nn.Module | None) -> None:
+        self._group_rank = group_rank
+        self._module = module
+        self._parameters: Sequence[torch.Tensor] = ()
+        self._owners: Sequence[GroupRank] = ()
+
+    def watch(
+        self,
+        parameters: Sequence[torch.Tensor],
+        plan: ShardingPlan,
+        layouts: Sequence[BucketLayout],  # noqa: ARG002 - the protocol has it
+    ) -> None:
+        """Nothing to do but to know them."""
+        self._parameters, self._owners = parameters, plan.partition.owners
+
+    def divide_among(self, active: Sequence[GroupRank]) -> None:
+        """Nothing to do: whoever averages the gradients divides."""
+
+    def reduce_nothing(self, num_begun: int) -> None:
+        """Nothing to do."""
+
+    def find_unfinished(self) -> Exception | None:
+        """Nothing that this could know."""
+        return None
+
+    def has_unreduced(self) -> bool:
+        """No: that's somebody else's business."""
+        return False
+
+    def reduce(self, call: str) -> None:
+        """Nothing to do."""
+
+    def owned_stretches(self) -> list[torch.Tensor]:
+        """See :class:`Gradients`."""
+        return self._whole(own=True)
+
+    def others(self) -> list[torch.Tensor]:
+        """See :class:`Gradients`."""
+        return self._whole(own=False)
+
+    def _whole(self, *, own: bool) -> list[torch.Tensor]:
+        return [
+            parameter.grad
+            for parameter, owner in zip(self._parameters, self._owners, strict=True)
+            if (owner == self._group_rank) == own and parameter.grad is not None
+        ]
+
+    def forget(self) -> None:
+        """Nothing to do."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See :class:`Gradients`."""
+        raise RuntimeError(
+            "no_sync() needs shard_gradients=True; where DistributedDataParallel averages the "
+            "gradients, use its no_sync()"
+        )
+
+    def describe(self) -> Json:
+        """Nothing of its own."""
+        return {"shard_gradients": False}
+
+    def closure_returned(self, error: Exception | None) -> None:
+        """Nothing to tell: whoever averages the gradients has to."""
+        if error is not None:
+            raise error
+
+    def refuse(self, parameters: Sequence[torch.Tensor]) -> None:  # noqa: ARG002 - it takes any
+        """Raises ``ValueError`` if a module was given."""
+        if self._module is not None:
+            raise ValueError(
+                "module= is used with shard_gradients=True only; without it, "
+                "DistributedDataParallel takes care of the module"
+            )
+
+
+class ReducedToOwners(GradientReducer):
+    """Gradients are reduced to their owners when backward ends; others see a part of nothing.
+
+    Args:
+        communicator: carries them.
+        agreement: settles each reduction.
+        module: whose buffers follow those of one rank, if given.
+        announce: refers to what is called before backward reduces, by ranks that have gradients.
+        during_backward: whether buckets are sent while backward goes on; ``None`` to choose.
+
+    Attributes:
+        divides_by_world_size: whether joined ranks count as having contributed zeros.
+    """
+
+    can_follow = True
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        agreement: Agreement,
+        module: nn.Module | None,
+        announce: WeakMethod[Callable[[], None]],
+        *,
+        during_backward: bool | None,
+    ) -> None:
+        super().__init__(communicator, agreement, CAPACITY_BYTES, during_backward=during_backward)
+        self._announce = announce
+        self._module = module
+        self._source = GroupRank(0)
+        self.divides_by_world_size = True
+        self._is_unfinished = False
+
+    def describe(self) -> Json:
+        """What is broadcast of the module: the ranks' must fit together."""
+        if self._module is None:
+            return {"shard_gradients": True, "module": None}
+        named = (
+            *self._module.named_parameters(remove_duplicate=False),
+            *self._module.named_buffers(remove_duplicate=False),
+        )
+        tensors = [
+            {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
+            for name, tensor in named
+        ]
+        return {"shard_gradients": True, "module": tensors}
+
+    def closure_returned(self, error: Exception | None) -> None:
+        """Settles that the closure has succeeded on every rank; every rank must call it."""
+        if isinstance(error, (PeerError, RankDisagreementError, CommunicationError)):
+            raise error  # every rank knows
+        self._agreement.settle("step (closure)", error=error)
+
+    def refuse(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raises ``TypeError`` for a ``DTensor``, whose gradient would have to be one too."""
+        for index, parameter in enumerate(parameters):
+            if is_dtensor(parameter):
+                raise TypeError(
+                    f"parameter {index} is a DTensor, whose gradient shard_gradients=True can't "
+                    "reduce; leave it False and let DistributedDataParallel or the model's own "
+                    "parallelism average the gradients"
+                )
+
+    def watch(
+        self,
+        parameters: Sequence[torch.Tensor],
+        plan: ShardingPlan,
+        layouts: Sequence[BucketLayout],
+    ) -> None:
+        """Brings them to rank 0's values, as DDP does at construction, and watches them."""
+        tensors = dict.fromkeys(
+            parameters[len(self.parameters) :]
+            if self._module is None or self.parameters
+            else [*parameters, *self._module.parameters(), *self._module.buffers()]
+        )
+        replicate_(self._communicator, tensors, GroupRank(0), CAPACITY_BYTES)
+        self.add(parameters, plan.specs, layouts)
+
+    def begin(self) -> None:
+        """See :class:`BackwardObserver`."""
+        self._is_unfinished = False
+        super().begin()
+
+    def forget(self) -> None:
+        """Drops what isn't in any ``.grad``, and what is left of an aborted pass."""
+        self.backward_pass.settle_aborted()
+        self._is_unfinished = False
+        super().forget()
+
+    def divide_among(self, active: Sequence[GroupRank]) -> None:
+        """Notes which ranks have inputs: one of them has the buffers, and these may be the divisor."""
+        self._source = active[0]
+        self.divisor = (
+            self._communicator.members.world_size if self.divides_by_world_size else len(active)
+        )
+
+    def reduce_nothing(self, num_begun: int) -> None:
+        """Takes part in a reduction after a backward pass of other ranks."""
+        self.backward_pass.num_begun = num_begun
+        self._schedule.begin(syncs=True)
+        self._schedule.end()
+
+    def find_unfinished(self) -> Exception | None:
+        """An error after a backward pass that ended in an exception."""
+        if self.backward_pass.was_replaced:
+            return RuntimeError(
+                "another optimizer with shard_gradients=True has been built on these parameters and "
+                "reduces their gradients now; go on with that one"
+            )
+        self._is_unfinished |= self.backward_pass.settle_aborted()
+        if not self._is_unfinished:
+            return None
+        return RuntimeError(
+            "the last backward pass ended in an exception, so that its gradients were not reduced; "
+            "call zero_grad() and repeat forward and backward before step()"
+        )
+
+    def others(self) -> list[torch.Tensor]:
+        """None: they are partial."""
+        return []
+
+    def before_backward_reduces(self) -> None:
+        """Tells the ranks without inputs."""
+        if (announce := self._announce()) is not None:
+            announce()
+
+    def after_reduction(self) -> None:
+        """Brings the module's buffers in step, as DDP does before the next forward."""
+        if self._module is None:
+            return
+        # Autograd doesn't see these writes: what it saved of a normalisation's statistics it reads
+        # in evaluation mode only, when they don't change, but it would refuse a second backward.
+        buffers = [buffer.data for buffer in self._module.buffers()]
+        replicate_(self._communicator, buffers, self._source, CAPACITY_BYTES)

@@ -1,0 +1,175 @@
+"""Collectives and bytes of a training step with sharded gradients: those of plain DDP."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from tensorplay.distributed.optim.zero import sharding_plan
+from tests.reference.data_parallel import Twins, make_parameters, squares
+
+Run = Callable[..., list[Any]]
+
+VERBS = ("broadcast", "all_reduce", "all_gather", "send", "recv", "isend", "irecv")
+SCALAR_BYTES = 64
+"""All-reduces up to this size are agreements."""
+
+
+@contextmanager
+def counting() -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Calls and payload bytes of this process by name of the collective."""
+    calls: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(distributed_c10d, name)
+
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            payload = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
+            calls[name] += 1
+            nbytes[name] += payload.nbytes
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+    with mock.patch.multiple(distributed_c10d, **{name: counted(name) for name in VERBS}):
+        patched = {name: getattr(distributed_c10d, name) for name in VERBS}
+        with mock.patch.multiple(dist, **patched):
+            yield calls, nbytes
+
+
+def make_mixed() -> nn.ParameterList:
+    return make_parameters(*[(400, 400)] * 6, *[(100, 3), (7,), (71,)] * 20)
+
+
+def one_step(twins: Twins, step: int) -> None:
+    twins.sharded.zero_grad()
+    squares(step)(twins.model, twins.rank)
+    twins.sharded.step()
+
+
+def _step() -> tuple[Counter[str], Counter[str]]:
+    twins = Twins(make_mixed)
+    one_step(twins, 0)
+    with counting() as (calls, nbytes):
+        one_step(twins, 1)
+    return calls, nbytes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_step_sends_the_bytes_of_plain_ddp(run: Run, world_size: int) -> None:
+    results = run(world_size, _step)
+    parameters = list(make_mixed().parameters())
+    model = sum(parameter.nbytes for parameter in parameters)
+    gradients = sum(nbytes["isend"] for _, nbytes in results)
+    gathered = results[0][1]["broadcast"] * (world_size - 1)
+    plain_ddp = 2 * (world_size - 1) * model
+    assert gradients + gathered <= 1.02 * plain_ddp
+    assert gradients >= (world_size - 1) * model
+    assert gathered >= (world_size - 1) * model
+    for calls, nbytes in results:
+        assert calls["all_reduce"] <= 4
+        assert nbytes["all_reduce"] <= 4 * SCALAR_BYTES
+        # Six large parameters, and one bucket of small ones with an owner each.
+        assert calls["broadcast"] <= 6 + world_size
+        assert calls["isend"] <= 6 + world_size - 1
+        assert calls["irecv"] <= (6 + 1) * (world_size - 1)
+        assert not set(calls) - {"all_reduce", "broadcast", "isend", "irecv"}
+
+
+def _accumulation() -> list[dict[str, int]]:
+    twins = Twins(make_mixed)
+    one_step(twins, 0)
+    results = []
+    with counting() as (calls, _), twins.sharded.no_sync():
+        for step in range(3):
+            squares(step)(twins.model, twins.rank)
+    results.append(dict(calls))
+    with counting() as (calls, _):
+        squares(3)(twins.model, twins.rank)
+    results.append(dict(calls))
+    with counting() as (calls, _):
+        twins.sharded.step()
+    results.append(dict(calls))
+    one_step(twins, 0)
+    twins.sharded.zero_grad()
+    with twins.sharded.no_sync():
+        squares(3)(twins.model, twins.rank)
+    with counting() as (calls, _):
+        twins.sharded.step()
+    results.append(dict(calls))
+    return results
+
+
+def test_accumulation_costs_one_reduction_per_step(run: Run) -> None:
+    for passes, last, step, late in run(2, _accumulation):
+        assert passes == {}
+        assert last["isend"] <= 7
+        assert not {"isend", "irecv"} & set(step)
+        assert late["isend"] == last["isend"]
+
+
+def _unused_everywhere() -> tuple[int, int]:
+    twins = Twins(make_mixed)
+    twins.sharded.zero_grad()
+    squares(0, without=lambda _: range(3))(twins.model, twins.rank)
+    sent = []
+    for numbers in ((), range(3)):
+        twins.sharded.zero_grad()
+        with counting() as (_, nbytes):
+            squares(0, without=lambda _, n=numbers: n)(twins.model, twins.rank)
+        sent.append(nbytes["isend"] + nbytes["irecv"])
+    return sent[0], sent[1]
+
+
+def test_a_large_parameter_that_nobody_uses_is_not_sent(run: Run) -> None:
+    for all_used, some_unused in run(2, _unused_everywhere):
+        assert some_unused == all_used - 3 * 400 * 400 * 4
+
+
+def _look() -> list[dict[str, int]]:
+    twins = Twins(make_mixed)
+    squares(0)(twins.model, twins.rank)
+    results = []
+    for look in (
+        lambda: twins.sharded.clip_grad_norm_(1.0),
+        lambda: twins.sharded.full_grad(next(twins.model.parameters())),
+        twins.sharded.zero_grad,
+    ):
+        with counting() as (calls, _):
+            look()
+        results.append(dict(calls))
+    return results
+
+
+def test_clipping_costs_one_scalar_and_a_gradient_one_broadcast(run: Run) -> None:
+    for clip, full, zero in run(2, _look):
+        assert clip == {"all_reduce": 2}  # the agreement, and the norm
+        assert full == {"all_reduce": 2, "broadcast": 1}
+        assert zero == {}
+
+
+def _rounds() -> tuple[int, int]:
+    """A parameter larger than what may be received at a time travels in rounds."""
+    with (
+        mock.patch.object(sharding_plan, "CAPACITY_BYTES", 64 * 1024),
+        mock.patch("tensorplay.distributed.optim.zero.gradients.CAPACITY_BYTES", 64 * 1024),
+    ):
+        twins = Twins(lambda: make_parameters((400, 400), (300, 300)))
+        with counting() as (calls, nbytes):
+            squares(0)(twins.model, twins.rank)
+    return calls["irecv"], nbytes["irecv"]
+
+
+def test_large_gradients_travel_in_rounds(run: Run) -> None:
+    (first_calls, first_bytes), (second_calls, second_bytes) = run(2, _rounds)
+    assert (first_bytes, second_bytes) == (400 * 400 * 4, 300 * 300 * 4)
+    assert first_calls == -(-first_bytes // (64 * 1024))
+    assert second_calls == -(-second_bytes // (64 * 1024))
