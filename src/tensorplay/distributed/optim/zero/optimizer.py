@@ -31,6 +31,7 @@ from tensorplay.distributed.optim._core.local_shard import (
     unwrap,
 )
 from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.state_dicts import full_indexed, own_part, require_fit
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
     NOT_OPTIONS,
@@ -42,12 +43,7 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
     options_of,
     parameter_indices,
 )
-from tensorplay.distributed.optim.zero.checkpoint import (
-    consolidate,
-    full_indexed,
-    own_part,
-    require_fit,
-)
+from tensorplay.distributed.optim.zero.checkpoint import consolidate
 from tensorplay.distributed.optim.zero.clipping import (
     clip_by_norm_,
     find_unclippable,
