@@ -9,7 +9,7 @@ ARGS ?=
 EXAMPLES ?= 3000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz lint format bench clean
+.PHONY: help setup demo test fuzz lint format bench bench-hosts clean
 
 help:  ## show the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -44,6 +44,9 @@ format: $(STAMP)  ## format the code and apply ruff's safe fixes
 
 bench: $(STAMP) $(BENCH_STAMP)  ## compare a training step with the peers'; ARGS="--help" lists all benchmarks
 	$(BIN)/python -m benchmarks $(or $(ARGS),step)
+
+bench-hosts: $(STAMP)  ## the same between hosts with a slow link: network namespaces, as root
+	$(BIN)/python -m benchmarks hosts $(ARGS)
 
 # Peers to compare with. They may not change torch, so they come without their dependencies; a
 # benchmark says which are missing.

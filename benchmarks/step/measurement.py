@@ -29,7 +29,6 @@ from benchmarks.step.traffic import Traffic, count_traffic
 
 PHASES = ("forward", "backward", "clip", "step", "total")
 MAX_NORM = 1.0
-TOLERANCE = 1e-6
 CHECKED_STEPS = 3
 COUNTED_STEPS = 2
 SEED = 20
@@ -251,7 +250,7 @@ def judge(candidate: Candidate, difference: float | None) -> tuple[str, bool]:
         return "reference", True
     if difference == 0.0:
         return "bit for bit", True
-    if candidate.is_exact or difference > TOLERANCE:
+    if candidate.is_exact or difference > candidate.tolerance:
         return f"DIFFERS: {difference:.1e}", False
     return f"within {difference:.1e}", True
 

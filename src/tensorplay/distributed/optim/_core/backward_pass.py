@@ -99,8 +99,9 @@ class BackwardPass:
             def hook(_: torch.Tensor, position: int = position) -> None:
                 ready(position)
 
-            register = parameter.register_post_accumulate_grad_hook
-            self._handles.append(_register(parameter, register, hook))
+            if parameter.is_floating_point() or parameter.is_complex():
+                register = parameter.register_post_accumulate_grad_hook
+                self._handles.append(_register(parameter, register, hook))
 
     @property
     def is_open(self) -> bool:

@@ -14,10 +14,10 @@ Note [Unused parameters]
     Ranks tell each other which they have only if any of them lacks one.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -27,7 +27,6 @@ from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, exten
 from tensorplay.distributed.optim._core.collectives import (
     CommunicationError,
     Communicator,
-    Waitable,
 )
 from tensorplay.distributed.optim._core.gradient_buckets import (
     AveragedMark,
@@ -38,24 +37,19 @@ from tensorplay.distributed.optim._core.gradient_buckets import (
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
 from tensorplay.distributed.optim._core.rank_order_sum import average_
+from tensorplay.distributed.optim._core.reduction_schedule import (
+    AfterBackward,
+    DuringBackward,
+    Schedule,
+)
+from tensorplay.distributed.optim._core.tagged_json import Json
+from tensorplay.distributed.optim._core.transfers import Transfer
 
 NUM_IN_FLIGHT = 2
 """Exchanges under way at a time."""
 
 NUM_KEPT = 2
 """Flat buffers that stay allocated between passes."""
-
-
-@dataclass
-class _Transfer:
-    """One round of a bucket's exchange: what was launched, and what to do with it then."""
-
-    bucket: GradientBucket
-    exchange: Waitable
-    destination: torch.Tensor | None
-    contributions: list[torch.Tensor]
-    result: torch.Tensor | None
-    is_last: bool
 
 
 class GradientReducer:
@@ -65,6 +59,8 @@ class GradientReducer:
         communicator: carries them.
         agreement: settles that all ranks reduce, and what.
         capacity_bytes: how much is received at a time.
+        during_backward: whether buckets are sent while backward goes on, or when it has ended; if
+            ``None``, while it goes on where parameters are on an accelerator.
     """
 
     def __init__(
@@ -72,6 +68,8 @@ class GradientReducer:
         communicator: Communicator,
         agreement: Agreement,
         capacity_bytes: int,
+        *,
+        during_backward: bool | None = None,
     ) -> None:
         self.divisor: float = communicator.members.world_size
         """What sums are divided by."""
@@ -79,7 +77,7 @@ class GradientReducer:
         self._agreement = agreement
         self._capacity_bytes = capacity_bytes
         self.parameters: list[torch.Tensor] = []
-        self._buckets: list[GradientBucket] = []
+        self.buckets: list[GradientBucket] = []
         self._reduced_by_default: dict[int, bool] = {}
         self._foreign: list[torch.Tensor] = []
         self._set_aside: dict[int, torch.Tensor] = {}
@@ -88,8 +86,12 @@ class GradientReducer:
         self._mark = AveragedMark()
         self._syncs = True
         self._has_unreduced_passes = False
+        self._adds_up = False
+        self._has_more = False
         self._counted_from = (0, 0)
         self.backward_pass = BackwardPass(self)
+        self._during_backward = during_backward
+        self._schedule: Schedule = AfterBackward(weakref.proxy(self))
 
     def add(
         self,
@@ -105,6 +107,10 @@ class GradientReducer:
             layouts: the buckets of the new ones; a bucket of one parameter is sent from its memory.
         """
         added = parameters[len(self.parameters) :]
+        if self._during_backward is None:
+            self._during_backward = any(p.device.type != "cpu" for p in added)
+        if self._during_backward and not self.parameters:
+            self._schedule = DuringBackward(weakref.proxy(self), NUM_IN_FLIGHT)
         self.parameters.extend(added)
         rank = self._communicator.members.group_rank
         self._foreign.extend(
@@ -112,17 +118,26 @@ class GradientReducer:
             for layout in layouts
             for slot in layout.slots_except(rank)
         )
-        num_kept = sum(isinstance(bucket, PackedGradients) for bucket in self._buckets)
+        num_kept = sum(isinstance(bucket, PackedGradients) for bucket in self.buckets)
         for layout in layouts:
             for slot in layout.slots:
                 self._reduced_by_default[slot.parameter] = layout.trainable
             if len(layout.slots) == 1:
-                self._buckets.append(SoleGradient(layout, specs, self.parameters))
+                self.buckets.append(SoleGradient(layout, specs, self.parameters))
             else:
                 keep = layout.trainable and num_kept < NUM_KEPT
                 num_kept += 1
-                self._buckets.append(PackedGradients(layout, specs, self.parameters, keep=keep))
+                self.buckets.append(PackedGradients(layout, specs, self.parameters, keep=keep))
+        start = len(self.parameters) - len(added)
         self.backward_pass.watch(added)
+        if self._schedule.hears_ready:
+            reference = weakref.ref(self._schedule)
+
+            def ready(place: int) -> None:
+                if (schedule := reference()) is not None:
+                    schedule.ready(start + place)
+
+            self.backward_pass.notify_ready(added, ready)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -137,17 +152,17 @@ class GradientReducer:
         """See :class:`BackwardObserver`."""
         self._count_from(self.backward_pass.num_begun - 1)
         self._drop_cleared()
-        self._set_averages_aside()
-        for bucket in self._buckets:
+        self.set_averages_aside()
+        for bucket in self.buckets:
             if bucket.layout.trainable:
                 bucket.arm_()
+        self._schedule.begin(syncs=self._syncs)
 
     def end(self) -> None:
         """See :class:`BackwardObserver`."""
         self._disarm()
         if self._syncs:
-            self.before_backward_reduces()
-            self.reduce("backward")
+            self._schedule.end()
         else:
             self._has_unreduced_passes = True
 
@@ -157,10 +172,11 @@ class GradientReducer:
         if not any(self._is_own(gradient) and gradient.any() for gradient in gradients):  # type: ignore[union-attr] # None is no own one
             self.forget()  # somebody has zeroed them, who couldn't see what was set aside
         self._disarm()
+        self._schedule.abandon()
 
     def _disarm(self) -> None:
         fired = set(self.backward_pass.fired)
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.disarm_(fired)
         for index in [index for index in self._set_aside if index not in fired]:
             self.parameters[index].grad = self._set_aside.pop(index)
@@ -189,7 +205,7 @@ class GradientReducer:
 
     def owned_stretches(self) -> list[torch.Tensor]:
         """Tensors that together hold the averaged gradients of what this rank owns, as few as can be."""
-        return [stretch for bucket in self._buckets for stretch in self._stretches(bucket)]
+        return [stretch for bucket in self.buckets for stretch in self._stretches(bucket)]
 
     def _stretches(self, bucket: GradientBucket) -> list[torch.Tensor]:
         start, end = self._own_extent(bucket.layout)
@@ -221,28 +237,77 @@ class GradientReducer:
         """
         self._has_unreduced_passes = False
         self._drop_cleared()
-        self._set_averages_aside()
-        adds_up = bool(self._set_aside)
+        self.set_averages_aside()
+        self._adds_up = bool(self._set_aside)
         used = self._agree_on_used(call)
-        finite = [self._finish(transfer, used) for transfer in self._transfers(used)]
-        self._agree_on_finiteness([s for s in finite if s is not None], adds_up=adds_up)
+        finite = []
+        for transfer in self._transfers(used):
+            finite.append(self.finish(transfer))
+            if transfer.is_last:
+                self.show(transfer, used)
+        self.conclude(finite)
+
+    def conclude(self, finite: Sequence[torch.Tensor | None]) -> None:
+        """See :class:`Reductions`."""
+        self._agree_on_finiteness([scalar for scalar in finite if scalar is not None])
         for index in list(self._set_aside):  # no rank had anything to add to them
             self.parameters[index].grad = self._set_aside.pop(index)
         self.after_reduction()
 
+    def settle_start(self) -> None:
+        """See :class:`Reductions`."""
+        self._has_unreduced_passes = False
+        self._adds_up = bool(self._set_aside)
+        self._agreement.settle("backward", self._describe_passes())
+
+    def settle_end(self, has: dict[int, bool], *, was_aborted: bool, is_late: bool) -> set[int]:
+        """See :class:`Reductions`."""
+        has = {
+            index: has.get(index, False) or self.parameters[index].grad is not None
+            for index in self._reduced_by_default
+        }
+        has_more = is_late or any(
+            has[index] for index, by_default in self._reduced_by_default.items() if not by_default
+        )
+        flag = 2 if has_more else int(has != self._reduced_by_default)
+        unusual = self._agreement.settle(
+            "backward (end)",
+            {"ended by an exception": was_aborted},
+            self._find_unreducible(),
+            flag,
+        )
+        self._has_more = unusual > 1
+        return self._used_anywhere(has, unusual=bool(unusual))
+
+    def add_late(self, gradients: dict[int, torch.Tensor]) -> None:
+        """See :class:`Reductions`; Note [Late gradients]. Also those of thawed parameters."""
+        if not self._has_more:
+            return
+        for index, gradient in gradients.items():
+            self._set_aside_one(index)
+            self.parameters[index].grad = gradient
+        self.reduce("backward (late gradients)")
+
+    def _describe_passes(self) -> dict[str, Json]:
+        self._count_from(self.num_begun)
+        return {
+            "backward passes begun (one more where an exception ended one)": self.num_begun
+            - self._counted_from[1]
+        }
+
     def _agree_on_used(self, call: str) -> set[int]:
         """The parameters of which some rank has a gradient (Note [Unused parameters])."""
-        self._count_from(self.num_begun)
+        description = self._describe_passes()
         has = {index: self.parameters[index].grad is not None for index in self._reduced_by_default}
         unusual = self._agreement.settle(
             call,
-            {
-                "backward passes begun (one more where an exception ended one)": self.num_begun
-                - self._counted_from[1]
-            },
+            description,
             self._find_unreducible(),
             flag=int(has != self._reduced_by_default),
         )
+        return self._used_anywhere(has, unusual=bool(unusual))
+
+    def _used_anywhere(self, has: dict[int, bool], *, unusual: bool) -> set[int]:
         if unusual:
             flags = torch.tensor(
                 list(has.values()), dtype=torch.uint8, device=self._communicator.transport_device()
@@ -258,19 +323,20 @@ class GradientReducer:
         if self._agreement.num_refused != self._counted_from[0]:
             self._counted_from = self._agreement.num_refused, num_begun
 
-    def _transfers(self, used: set[int]) -> Iterator[_Transfer]:
+    def _transfers(self, used: set[int]) -> Iterator[Transfer]:
         """Launches exchanges, and yields them in order, while the next are under way."""
-        in_flight: deque[_Transfer] = deque()
-        for bucket in self._buckets:
+        in_flight: deque[Transfer] = deque()
+        for bucket in self.buckets:
             if used.isdisjoint(slot.parameter for slot in bucket.layout.slots):
                 continue
-            for transfer in self._launch(bucket):
+            for transfer in self.launch(bucket):
                 in_flight.append(transfer)
                 if len(in_flight) == NUM_IN_FLIGHT:
                     yield in_flight.popleft()
         yield from in_flight
 
-    def _launch(self, bucket: GradientBucket) -> Iterator[_Transfer]:
+    def launch(self, bucket: GradientBucket) -> Iterator[Transfer]:
+        """See :class:`Reductions`."""
         members, layout = self._communicator.members, bucket.layout
         own_start, own_end = self._own_extent(layout)
         longest = max(
@@ -296,17 +362,18 @@ class GradientReducer:
                 for rank, part in zip(members, contributions, strict=False)
                 if rank != members.group_rank
             ]
-            yield _Transfer(
+            yield Transfer(
                 bucket,
                 self._communicator.exchange(outgoing, incoming),
+                local,
                 None if result is None else result[start - own_start : end - own_start],
                 contributions,
                 result,
                 is_last=number == len(rounds) - 1,
             )
 
-    def _finish(self, transfer: _Transfer, used: set[int]) -> torch.Tensor | None:
-        """Waits for an exchange and averages what came; shows the gradients after the last one."""
+    def finish(self, transfer: Transfer) -> torch.Tensor | None:
+        """See :class:`Reductions`."""
         layout = transfer.bucket.layout
         try:
             transfer.exchange.wait()
@@ -318,11 +385,11 @@ class GradientReducer:
         finite = None
         if transfer.contributions and transfer.destination is not None:
             finite = average_(transfer.destination, transfer.contributions, self.divisor)
-        if transfer.is_last:
-            self._show(transfer.bucket, transfer.result, used)
         return finite
 
-    def _show(self, bucket: GradientBucket, result: torch.Tensor | None, used: set[int]) -> None:
+    def show(self, transfer: Transfer, used: set[int]) -> None:
+        """See :class:`Reductions`."""
+        bucket, result = transfer.bucket, transfer.result
         start, _ = self._own_extent(bucket.layout)
         whole = {} if result is None else bucket.views(result, start)
         bucket.release()
@@ -355,9 +422,9 @@ class GradientReducer:
             self._sentinels[kind] = torch.zeros(1, dtype=kind[0], device=kind[1])
         return self._sentinels[kind]
 
-    def _agree_on_finiteness(self, scalars: Sequence[torch.Tensor], *, adds_up: bool) -> None:
+    def _agree_on_finiteness(self, scalars: Sequence[torch.Tensor]) -> None:
         """Lets every partial gradient show whether some rank's are infinite or not a number."""
-        devices = dict.fromkeys(bucket.layout.device for bucket in self._buckets)
+        devices = dict.fromkeys(bucket.layout.device for bucket in self.buckets)
         for device in devices:
             local = [scalar for scalar in scalars if scalar.device == device]
             infinite = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -367,7 +434,7 @@ class GradientReducer:
             for (_, place), sentinel in self._sentinels.items():
                 if place == device:
                     worst = torch.where(infinite.bool(), torch.inf, 0.0).to(sentinel.dtype)
-                    sentinel.copy_(sentinel + worst if adds_up else worst)
+                    sentinel.copy_(sentinel + worst if self._adds_up else worst)
 
     def _drop_cleared(self) -> None:
         """Follows a model's ``zero_grad()``, which can't see what was set aside."""
@@ -375,15 +442,19 @@ class GradientReducer:
             if self.parameters[index].grad is None:
                 del self._set_aside[index]
 
-    def _set_averages_aside(self) -> None:
+    def set_averages_aside(self) -> None:
+        """See :class:`Reductions` and Note [Reduced and own gradients]."""
         for index in self._reduced_by_default:
-            parameter = self.parameters[index]
-            gradient = parameter.grad
-            if gradient is not None and not self._is_own(gradient):
-                if not isinstance(gradient, PartialGradient):
-                    gradient = self._apart(gradient)
-                self._set_aside[index] = gradient
-                parameter.grad = None
+            self._set_aside_one(index)
+
+    def _set_aside_one(self, index: int) -> None:
+        parameter = self.parameters[index]
+        gradient = parameter.grad
+        if gradient is not None and not self._is_own(gradient):
+            if not isinstance(gradient, PartialGradient):
+                gradient = self._apart(gradient)
+            self._set_aside[index] = gradient
+            parameter.grad = None
 
     def _apart(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient in memory of its own: a slot of a bucket is about to be used again."""
@@ -399,11 +470,10 @@ class GradientReducer:
         )
 
     def _find_unreducible(self) -> Exception | None:
+        layouts = dict(self.backward_pass.layouts)  # before they were added to dense ones
         for index in self._reduced_by_default:
             gradient = self.parameters[index].grad
-            if gradient is None:
-                continue
-            layout = self.backward_pass.layouts.get(index, gradient.layout)  # before it was added
+            layout = layouts.get(index, torch.strided if gradient is None else gradient.layout)
             if layout is not torch.strided:
                 return TypeError(
                     f"the gradient of parameter {index} has layout {layout}; only dense "

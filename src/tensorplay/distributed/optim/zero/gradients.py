@@ -179,6 +179,7 @@ class ReducedToOwners(GradientReducer):
         agreement: settles each reduction.
         module: whose buffers follow those of one rank, if given.
         announce: refers to what is called before backward reduces, by ranks that have gradients.
+        during_backward: whether buckets are sent while backward goes on; ``None`` to choose.
 
     Attributes:
         divides_by_world_size: whether joined ranks count as having contributed zeros.
@@ -192,8 +193,10 @@ class ReducedToOwners(GradientReducer):
         agreement: Agreement,
         module: nn.Module | None,
         announce: WeakMethod[Callable[[], None]],
+        *,
+        during_backward: bool | None,
     ) -> None:
-        super().__init__(communicator, agreement, CAPACITY_BYTES)
+        super().__init__(communicator, agreement, CAPACITY_BYTES, during_backward=during_backward)
         self._announce = announce
         self._module = module
         self._source = GroupRank(0)
@@ -266,7 +269,8 @@ class ReducedToOwners(GradientReducer):
     def reduce_nothing(self, num_begun: int) -> None:
         """Takes part in a reduction after a backward pass of other ranks."""
         self.backward_pass.num_begun = num_begun
-        self.reduce("backward")
+        self._schedule.begin(syncs=True)
+        self._schedule.end()
 
     def find_unfinished(self) -> Exception | None:
         """An error after a backward pass that ended in an exception."""

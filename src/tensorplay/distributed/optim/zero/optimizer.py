@@ -102,7 +102,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     parameter from its own gradient and state. The result equals the plain optimizer's, bit for bit.
 
     The gradients must be averaged before :meth:`step`, usually by ``DistributedDataParallel``;
-    whether the optimizer is made before or after the model is wrapped doesn't matter.
+    whether the optimizer is made before or after the model is wrapped doesn't matter. With
+    ``shard_gradients=True`` it averages them itself, and keeps each on its owner only: the second
+    stage.
 
     Follows ``torch.distributed.optim.ZeroRedundancyOptimizer``, with the differences that
     parameters of several dtypes and devices may be mixed, parameters are gathered bucket by bucket
@@ -123,6 +125,20 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             their storage: large ones are sent from there, small ones pass through two staging
             buffers of at most 25 MB.
         overlap_with_ddp: not available yet; true raises ``NotImplementedError``.
+        shard_gradients: if true, use no ``DistributedDataParallel``: the optimizer averages the
+            gradients itself. When the outermost ``backward()`` returns, each rank has those of the
+            parameters that it owns, and the others are freed: there ``.grad`` is a placeholder,
+            which raises if it's taken for a gradient. A step sends what plain DDP sends, a third
+            less than DDP with sharded state. At construction every rank gets the parameters of
+            group rank 0. See also :meth:`no_sync`, :meth:`clip_grad_norm_`, :meth:`full_grad`.
+        module: with ``shard_gradients=True``: the module that is trained. Its parameters and buffers
+            are those of group rank 0 from the start, and its buffers (BatchNorm's statistics) again
+            after each backward, as under DDP.
+        overlap_with_backward: with ``shard_gradients=True``: whether gradients are sent while
+            backward goes on, bucket by bucket, instead of when it has ended. By default they are
+            where parameters are on an accelerator; on CPUs that communicate and compute with the
+            same cores nothing is gained. Hooks of yours that are called after a gradient has been
+            accumulated may then find ``None``.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -159,6 +175,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         *,
         shard_gradients: bool = False,
         module: nn.Module | None = None,
+        overlap_with_backward: bool | None = None,
         **defaults: Any,
     ) -> None:
         if overlap_with_ddp:
@@ -176,7 +193,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._consolidated: dict[str, Any] | None = None
         self._gradients: Gradients = (
             ReducedToOwners(
-                self._communicator, self._agreement, module, WeakMethod(self._announce_backward)
+                self._communicator,
+                self._agreement,
+                module,
+                WeakMethod(self._announce_backward),
+                during_backward=overlap_with_backward,
             )
             if shard_gradients
             else AveragedElsewhere(self._communicator.members.group_rank, module)
@@ -710,7 +731,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             if parameter not in self._placeholders
             for tensor in _tensors_in(state)
         )
-        return ShardingReport.of(self._plan, self._communicator.members.group_rank, state_bytes)
+        return ShardingReport.of(
+            self._plan,
+            self._communicator.members.group_rank,
+            state_bytes,
+            reduces=self._gradients.can_follow,
+        )
 
     def __repr__(self) -> str:
         members = self._communicator.members

@@ -33,16 +33,29 @@ class ShardingReport:
         load_ratio: the largest load of trainable bytes over the mean load (λ): 1 is even.
         buckets: in how many buckets the trainable parameters travel.
         bytes_per_step: what all ranks together send in a step to gather the updated parameters.
+        gradient_bytes_per_step: what they send to reduce the gradients; 0 if something else does.
+        gradient_bytes: the averaged gradients that this rank keeps; ``None`` if it keeps all.
     """
 
     ranks: tuple[RankShare, ...]
     load_ratio: float
     buckets: int
     bytes_per_step: int
+    gradient_bytes_per_step: int = 0
+    gradient_bytes: int | None = None
 
     @classmethod
-    def of(cls, plan: ShardingPlan, group_rank: int, state_bytes: int) -> "ShardingReport":
-        """Reports on ``plan`` as seen from ``group_rank``, whose state takes ``state_bytes``."""
+    def of(
+        cls, plan: ShardingPlan, group_rank: int, state_bytes: int, *, reduces: bool
+    ) -> "ShardingReport":
+        """Reports on ``plan`` as seen from ``group_rank``, whose state takes ``state_bytes``.
+
+        Args:
+            plan: who owns what.
+            group_rank: this rank.
+            state_bytes: of this rank's optimizer state.
+            reduces: whether the optimizer reduces the gradients itself.
+        """
         num_ranks = plan.partition.num_ranks
         parameters, elements = [0] * num_ranks, [0] * num_ranks
         for spec, owner in zip(plan.specs, plan.partition.owners, strict=True):
@@ -63,7 +76,15 @@ class ShardingReport:
         )
         trainable = [layout for layout in plan.layouts if layout.trainable]
         payload = sum(layout.nbytes for layout in trainable)
-        return cls(shares, plan.partition.load_ratio, len(trainable), payload * (num_ranks - 1))
+        sent = sum(layout.nbytes for layout in plan.gradient_layouts if layout.trainable)
+        return cls(
+            shares,
+            plan.partition.load_ratio,
+            len(trainable),
+            payload * (num_ranks - 1),
+            sent * (num_ranks - 1) if reduces else 0,
+            loads[group_rank] if reduces else None,
+        )
 
     def __str__(self) -> str:
         lines = [f"{'rank':>4}  {'parameters':>10}  {'elements':>14}  {'state':>12}"]
@@ -78,6 +99,11 @@ class ShardingReport:
             f"bucket{'' if self.buckets == 1 else 's'}, {_size(self.bytes_per_step)} sent per step by all "
             "ranks together to gather the parameters"
         )
+        if self.gradient_bytes is not None:
+            lines.append(
+                f"gradients: {_size(self.gradient_bytes_per_step)} sent per step by all ranks "
+                f"together to reduce them, {_size(self.gradient_bytes)} kept on this rank"
+            )
         return "\n".join(lines)
 
 

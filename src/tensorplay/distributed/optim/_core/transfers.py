@@ -1,0 +1,31 @@
+"""One round of a bucket's exchange."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tensorplay.distributed.optim._core.collectives import Waitable
+from tensorplay.distributed.optim._core.gradient_buckets import GradientBucket
+
+
+@dataclass
+class Transfer:
+    """What was launched, and what to do with it when it has come.
+
+    Attributes:
+        bucket: whose slices travel.
+        exchange: await it before anything else.
+        local: ``(numel,)`` this rank's gradients of the bucket, kept until they are sent.
+        destination: where the average of this round's stretch belongs; ``None`` if it's another's.
+        contributions: each rank's part of that stretch, by rank.
+        result: all of this rank's slice of the bucket; ``None`` if it owns nothing.
+        is_last: whether the bucket is complete with this round.
+    """
+
+    bucket: GradientBucket
+    exchange: Waitable
+    local: torch.Tensor
+    destination: torch.Tensor | None
+    contributions: list[torch.Tensor]
+    result: torch.Tensor | None
+    is_last: bool
