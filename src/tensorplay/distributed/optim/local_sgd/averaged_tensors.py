@@ -5,7 +5,6 @@ import hashlib
 import operator
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -47,9 +46,10 @@ class AveragedTensors:
             and self._places_of(tensors) == self._places
         )
 
-    def _places_of(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        memories = map(local_memory, tensors) if self._have_dtensors else tensors
-        return [(memory.data_ptr(), memory.dtype, memory.shape) for memory in memories]
+    def _places_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        # This object keeps the memories alive: what has the same address is in the same memory.
+        memories = list(map(local_memory, tensors)) if self._have_dtensors else tensors
+        return [*map(torch.Tensor.data_ptr, memories), *map(torch.Tensor.numel, memories)]
 
     def sample(self) -> bytes:
         """A digest of some elements from all over the largest tensor."""

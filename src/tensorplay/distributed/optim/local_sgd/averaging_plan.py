@@ -7,7 +7,7 @@ keeps its bits.
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,6 +44,8 @@ class Parcel:
         alone: nothing else may be under way, since its tensor shares memory with others.
         dtype: real; in which it travels. A complex element counts as two.
         device: where.
+        numel: how many elements travel.
+        nbytes: how many bytes.
     """
 
     pieces: tuple[Piece, ...]
@@ -51,16 +53,13 @@ class Parcel:
     alone: bool
     dtype: torch.dtype
     device: torch.device
+    numel: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        """How many elements travel."""
-        return sum(piece.numel for piece in self.pieces)
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes travel."""
-        return self.numel * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        numel = sum(piece.numel for piece in self.pieces)
+        object.__setattr__(self, "numel", numel)  # frozen, and averaging reads it often
+        object.__setattr__(self, "nbytes", numel * self.dtype.itemsize)
 
 
 def plan_parcels(specs: Sequence[ParameterSpec], dense: Sequence[bool]) -> tuple[Parcel, ...]:
