@@ -9,10 +9,10 @@ ARGS ?=
 EXAMPLES ?= 3000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz lint format bench clean
+.PHONY: help setup demo example-remote test fuzz lint format bench clean
 
 help:  ## show the commands
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 setup: $(STAMP)  ## create .venv and install everything into it
 
@@ -25,6 +25,9 @@ $(STAMP): requirements/dev.txt pyproject.toml
 
 demo: $(STAMP)  ## train a language model twice, replicated and sharded, and compare
 	$(BIN)/python -m tensorplay.examples.train_lm --nproc $(NPROC) $(ARGS)
+
+example-remote: $(STAMP)  ## train a network on a parameter server from two trainers
+	$(BIN)/python -m tensorplay.examples.parameter_server $(ARGS)
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)

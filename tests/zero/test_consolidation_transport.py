@@ -10,17 +10,15 @@ import torch
 
 from tensorplay.distributed.optim._core.agreement import Agreement, PeerError
 from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.state_dicts import IndexedState, own_part, require_fit
 from tensorplay.distributed.optim.zero import checkpoint
 from tensorplay.distributed.optim.zero.checkpoint import (
     CHUNK_BYTES,
     MESSAGE_BYTES,
     PACK_BELOW_BYTES,
-    ShardState,
     TensorSpec,
     consolidate,
-    own_part,
     receive_tensors_,
-    require_fit,
     send_tensors,
 )
 from tests.fakes import FakeCommunicator, run_fake_ranks
@@ -29,7 +27,7 @@ CPU = {"cpu": torch.device("cpu")}
 
 
 def bring(
-    states: list[ShardState],
+    states: list[IndexedState],
     target: int = 0,
     then: Callable[[FakeCommunicator], Any] = lambda _communicator: None,
     **options: Any,
@@ -49,7 +47,7 @@ def bring(
 
 
 def test_the_target_gets_every_state_in_index_order_and_the_others_nothing() -> None:
-    states: list[ShardState] = [{3: {"step": 1}}, {0: {"step": 2}, 5: {"step": 3}}, {}]
+    states: list[IndexedState] = [{3: {"step": 1}}, {0: {"step": 2}, 5: {"step": 3}}, {}]
     for target in range(3):
         results = [full for full, _ in bring(states, target)]
         expected = {0: {"step": 2}, 3: {"step": 1}, 5: {"step": 3}}
@@ -109,7 +107,7 @@ AWKWARD = {
 @pytest.mark.parametrize("holder", [0, 1], ids=["own", "peer's"])
 def test_values_and_strides_arrive(name: str, holder: int) -> None:
     tensor = AWKWARD[name]
-    states: list[ShardState] = [{}, {}]
+    states: list[IndexedState] = [{}, {}]
     states[holder] = {0: {"exp_avg": tensor}}
     arrived = bring(states)[0][0][0]["exp_avg"]
     assert torch.equal(arrived, tensor)
@@ -131,7 +129,7 @@ def test_tensors_arrive_on_the_targets_device_of_their_type() -> None:
     assert TensorSpec(torch.float32, (2,), (1,), "cpu").allocate({}).device.type == "cpu"
 
 
-def mixed_state() -> ShardState:
+def mixed_state() -> IndexedState:
     """Large tensors, and enough small ones for several chunks."""
     large = {"exp_avg": torch.ones(PACK_BELOW_BYTES), "step": torch.tensor(1.0)}
     small = {
@@ -141,7 +139,7 @@ def mixed_state() -> ShardState:
     return {0: large, **small}
 
 
-def state_bytes(state: ShardState) -> int:
+def state_bytes(state: IndexedState) -> int:
     return sum(tensor.nbytes for values in state.values() for tensor in values.values())
 
 
@@ -155,7 +153,7 @@ def ledger(communicator: FakeCommunicator) -> tuple[int, int]:
 
 def test_each_byte_is_sent_once_and_received_by_the_target_only() -> None:
     state = mixed_state()
-    others: ShardState = {1000: {"exp_avg": torch.ones(10)}}
+    others: IndexedState = {1000: {"exp_avg": torch.ones(10)}}
     results = bring([others, {}, state], target=1, then=ledger)
     assert [each[1] for each in results] == [
         (40, 0),
@@ -174,7 +172,7 @@ def test_a_rank_that_holds_nothing_sends_no_tensors() -> None:
 
 
 def test_small_tensors_share_messages() -> None:
-    state: ShardState = {index: {"exp_avg": torch.ones(10)} for index in range(100)}
+    state: IndexedState = {index: {"exp_avg": torch.ones(10)} for index in range(100)}
     _, (_, sends) = bring([{}, state], then=lambda communicator: communicator.calls["send"])
     assert sends == 1
 
@@ -246,7 +244,7 @@ def test_holding_a_chunk_at_a_time_is_enough(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_unsendable_state_is_a_type_error_on_its_holder_and_named_elsewhere() -> None:
-    states: list[ShardState] = [{0: {"step": 1}}, {4: {"hook": object()}}, {}]
+    states: list[IndexedState] = [{0: {"step": 1}}, {4: {"hook": object()}}, {}]
     results = [error for error, _ in bring(states)]
     assert [type(error) for error in results] == [PeerError, TypeError, PeerError]
     assert "the state of parameter 4['hook'] is a builtins.object" in str(results[1])
@@ -283,7 +281,7 @@ def test_lack_of_memory_on_the_target_is_an_error_everywhere(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(TensorSpec, "allocate", fail)
-    states: list[ShardState] = [{0: torch.ones(1)}, {1: torch.ones(1)}, {2: torch.ones(1)}]
+    states: list[IndexedState] = [{0: torch.ones(1)}, {1: torch.ones(1)}, {2: torch.ones(1)}]
     results = [error for error, _ in bring(states, timeout_s=2.0)]
     assert [type(error) for error in results] == [RuntimeError, PeerError, PeerError]
 

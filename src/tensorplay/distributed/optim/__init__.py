@@ -1,6 +1,7 @@
 """Distributed-aware optimizers: their state is sharded, averaged or moved, not replicated.
 
 * :class:`ZeroRedundancyOptimizer` (``zero/``) shards the state of any optimizer across ranks.
+* :class:`DistributedOptimizer` (``remote/``) steps parameters that live on other workers.
 * :func:`detach_copy` copies a state dict so that no tensor takes its bucket along into a file.
 * :func:`as_functional_optim` and :func:`functional_adam` and its siblings (``functional/``) are
   optimizers that are handed their gradients, in place or pure.
@@ -11,6 +12,7 @@ of the parameters' metadata (``_core/partition.py``, ``_core/bucket_layout.py``)
 the order in which its ``__init__`` lists it, then ``zero/optimizer.py``.
 """
 
+from tensorplay.distributed.optim.distributed_optimizer import DistributedOptimizer
 from tensorplay.distributed.optim.functional import (
     FunctionalOptimizer,
     FunctionalUpdate,
@@ -34,6 +36,7 @@ from tensorplay.distributed.optim.zero import (
 
 __all__ = [
     "ZeroRedundancyOptimizer",
+    "DistributedOptimizer",
     "ShardingReport",
     "RankShare",
     "detach_copy",

@@ -12,7 +12,22 @@ NOT_OPTIONS = ("params", "param_names")
 """Keys of a param group that say *what* is optimized; all others are options: how."""
 
 
-class WrappedOptimizer(Optimizer):
+class StateDictHooks(Optimizer):
+    """Runs the hooks registered for state dicts, for classes that make and load these themselves."""
+
+    def _run_state_dict_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = _or(hook(self, state_dict), state_dict)
+        return state_dict
+
+    def _run_load_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = _or(hook(self, state_dict), state_dict)
+        return state_dict
+
+
+class WrappedOptimizer(StateDictHooks):
     """A real ``torch.optim.Optimizer`` that lets an inner one, ``self.optim``, do the updates.
 
     ``state`` and ``defaults`` are the inner optimizer's own, so that schedulers, which read
@@ -48,33 +63,33 @@ class WrappedOptimizer(Optimizer):
 
     def _step_inner(self, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]) -> Any:
         """One step of the inner optimizer, with its own step hooks but not the global ones again."""
-        optimizer = self.optim
-        step = type(optimizer).step
-        bare = getattr(step, "__wrapped__", None)
-        if (
-            "step" in vars(optimizer)
-            or bare is None
-            or not getattr(step, "hooked", False)
-            or getattr(bare, "hooked", False)  # a decorator copied the mark from what it wraps
-        ):
-            return _call(optimizer.step, closure, kwargs)  # somebody patched it: call what is there
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001 - torch has no public name for it
-            bare = _with_own_hooks(bare)
+        bare = bare_step(self.optim)
+        if bare is None:
+            return _call(self.optim.step, closure, kwargs)
         with torch.autograd.profiler.record_function(
-            f"Optimizer.step#{type(optimizer).__name__}.step"
+            f"Optimizer.step#{type(self.optim).__name__}.step"
         ):
-            return _call(bare.__get__(optimizer), closure, kwargs)
+            return _call(bare, closure, kwargs)
 
-    def _run_state_dict_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = _or(hook(self, state_dict), state_dict)
-        return state_dict
 
-    def _run_load_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state_dict = state_dict.copy()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = _or(hook(self, state_dict), state_dict)
-        return state_dict
+def bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """``optimizer.step`` with its own hooks but without the global ones and the profiler's mark.
+
+    ``None`` where somebody patched it, so that ``step`` itself must be called.
+    """
+    step = type(optimizer).step
+    bare = getattr(step, "__wrapped__", None)
+    if (
+        "step" in vars(optimizer)
+        or bare is None
+        or not getattr(step, "hooked", False)
+        or getattr(bare, "hooked", False)  # a decorator copied the mark from what it wraps
+    ):
+        return None
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001 - torch has no public name for it
+        bare = _with_own_hooks(bare)
+    bound: Callable[..., Any] = bare.__get__(optimizer)
+    return bound
 
 
 def canonical_groups(params: Any) -> list[dict[str, Any]]:

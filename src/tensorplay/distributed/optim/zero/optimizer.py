@@ -18,6 +18,10 @@ from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
 from tensorplay.distributed.optim._core.collectives import CommunicationError, connect
+from tensorplay.distributed.optim._core.coupled_optimizers import (
+    refuse_coupled,
+    refuse_coupling_options,
+)
 from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
 from tensorplay.distributed.optim._core.gradient_norm import norm_across_ranks
 from tensorplay.distributed.optim._core.local_shard import (
@@ -27,6 +31,7 @@ from tensorplay.distributed.optim._core.local_shard import (
     unwrap,
 )
 from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.state_dicts import full_indexed, own_part, require_fit
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
     NOT_OPTIONS,
@@ -38,20 +43,11 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
     options_of,
     parameter_indices,
 )
-from tensorplay.distributed.optim.zero.checkpoint import (
-    consolidate,
-    full_indexed,
-    own_part,
-    require_fit,
-)
+from tensorplay.distributed.optim.zero.checkpoint import consolidate
 from tensorplay.distributed.optim.zero.clipping import (
     clip_by_norm_,
     find_unclippable,
     gradient_from,
-)
-from tensorplay.distributed.optim.zero.coupled_optimizers import (
-    refuse_coupled,
-    refuse_coupling_options,
 )
 from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
 from tensorplay.distributed.optim.zero.gradients import (
@@ -78,6 +74,18 @@ from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
 
 __all__ = ["ZeroRedundancyOptimizer"]
+
+_COUPLED = (
+    "sharded",
+    "so that every rank would compute something else. Use it without sharding",
+)
+_CLIPPING = (
+    "sharded",
+    (
+        "a rank knows the norm of its own gradients only. Set max_grad_norm to 0 or None, and call "
+        "torch.nn.utils.clip_grad_norm_ before step()"
+    ),
+)
 
 
 class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
@@ -195,7 +203,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     def _plan_and_build(
         self, params: Iterable[Any], optimizer_class: type[Optimizer], defaults: dict[str, Any]
     ) -> None:
-        refuse_coupled(optimizer_class)
+        refuse_coupled(optimizer_class, *_COUPLED)
         super().__init__(canonical_groups(params), defaults={})  # the local optimizer knows them
         self._members = [tuple(group["params"]) for group in self.param_groups]
         self._parameters = list(dict.fromkeys(all_parameters(self.param_groups)))
@@ -213,8 +221,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         # Some classes look at the parameters before torch turns them into groups.
         bare = len(groups) == 1 and list(groups[0]) == ["params"]
         self.optim = optimizer_class(groups[0]["params"] if bare else groups, **defaults)
-        refuse_coupled(type(self.optim))
-        refuse_coupling_options(self.optim)
+        refuse_coupled(type(self.optim), *_COUPLED)
+        refuse_coupling_options(self.optim, *_CLIPPING)
         if not same_members(self.optim.param_groups, owned):
             raise ValueError(
                 f"{type(self.optim).__name__} rearranges the param groups that it is given, so that "

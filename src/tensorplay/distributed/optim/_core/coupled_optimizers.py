@@ -1,4 +1,4 @@
-"""Optimizers that can't be sharded, because one parameter's update depends on all the others."""
+"""Optimizers that can't step a part of the parameters: each update depends on all the others."""
 
 from torch.optim import Optimizer
 
@@ -12,10 +12,15 @@ COUPLED = {
 """Beginnings of class names, and why. Subclasses count as well."""
 
 
-def refuse_coupled(optimizer_class: object) -> None:
+def refuse_coupled(optimizer_class: object, treatment: str, consequence: str) -> None:
     """Raises ``ValueError`` with the reason for a class that is known to couple parameters.
 
     Raises ``TypeError`` for an optimizer instance, where a class belongs.
+
+    Args:
+        optimizer_class: what the user passed.
+        treatment: what would be done to it, such as "sharded".
+        consequence: what it would then do, and the cure.
     """
     if not callable(optimizer_class):
         raise TypeError(
@@ -26,18 +31,16 @@ def refuse_coupled(optimizer_class: object) -> None:
         for beginning, reason in COUPLED.items():
             if ancestor.__name__.startswith(beginning):
                 raise ValueError(
-                    f"{getattr(optimizer_class, '__name__', optimizer_class)} can't be sharded: "
-                    f"{reason}, so that every rank would compute something else. Use it without "
-                    "sharding"
+                    f"{getattr(optimizer_class, '__name__', optimizer_class)} can't be {treatment}: "
+                    f"{reason}, {consequence}"
                 )
 
 
-def refuse_coupling_options(optimizer: Optimizer) -> None:
+def refuse_coupling_options(optimizer: Optimizer, treatment: str, consequence: str) -> None:
     """Raises ``ValueError`` for an optimizer that clips by the norm of all gradients (LAMB's do)."""
     for group in optimizer.param_groups:
         if group.get("max_grad_norm"):
             raise ValueError(
                 f"{type(optimizer).__name__} with max_grad_norm={group['max_grad_norm']} can't be "
-                "sharded: a rank knows the norm of its own gradients only. Set max_grad_norm to 0 or "
-                "None, and call torch.nn.utils.clip_grad_norm_ before step()"
+                f"{treatment}: {consequence}"
             )
