@@ -21,7 +21,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tensorplay.distributed.optim._core.agreement import Agreement
+from tensorplay.distributed.optim._core.agreement import (
+    Agreement,
+    PeerError,
+    RankDisagreementError,
+)
 from tensorplay.distributed.optim._core.backward_pass import BackwardPass
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, extents_in_rounds
 from tensorplay.distributed.optim._core.collectives import (
@@ -47,11 +51,13 @@ NUM_KEPT = 2
 
 
 @dataclass
-class _Transfer:
+class Transfer:
     """One round of a bucket's exchange: what was launched, and what to do with it then."""
 
     bucket: GradientBucket
     exchange: Waitable
+    local: torch.Tensor
+    payload: torch.Tensor
     destination: torch.Tensor | None
     contributions: list[torch.Tensor]
     result: torch.Tensor | None
@@ -88,6 +94,7 @@ class GradientReducer:
         self._mark = AveragedMark()
         self._syncs = True
         self._has_unreduced_passes = False
+        self._is_unfinished = False
         self._counted_from = (0, 0)
         self.backward_pass = BackwardPass(self)
 
@@ -135,6 +142,7 @@ class GradientReducer:
 
     def begin(self) -> None:
         """See :class:`BackwardObserver`."""
+        self._is_unfinished = False
         self._count_from(self.backward_pass.num_begun - 1)
         self._drop_cleared()
         self._set_averages_aside()
@@ -172,9 +180,32 @@ class GradientReducer:
         """Called after each reduction, on every rank."""
 
     def forget(self) -> None:
-        """Drops averages that were set aside, and what ``no_sync`` left; for ``zero_grad``."""
+        """Drops what isn't in any ``.grad``, and what is left of an aborted pass; for ``zero_grad``."""
+        self.backward_pass.settle_aborted()
+        self._is_unfinished = False
         self._set_aside.clear()
         self._has_unreduced_passes = False
+
+    def find_unfinished(self) -> Exception | None:
+        """An error after a backward pass that ended in an exception, or where nothing is noticed."""
+        if self.backward_pass.was_replaced:
+            return RuntimeError(
+                "another optimizer has been built on these parameters and reduces their gradients "
+                "now; go on with that one"
+            )
+        self._is_unfinished |= self.backward_pass.settle_aborted()
+        if not self._is_unfinished:
+            return None
+        return RuntimeError(
+            "the last backward pass ended in an exception, so that its gradients were not reduced; "
+            "call zero_grad() and repeat forward and backward before step()"
+        )
+
+    def closure_returned(self, error: Exception | None) -> None:
+        """Settles that a closure has succeeded on every rank; every rank must call it."""
+        if isinstance(error, (PeerError, RankDisagreementError, CommunicationError)):
+            raise error  # every rank knows
+        self._agreement.settle("step (closure)", error=error)
 
     def has_unreduced(self) -> bool:
         """Whether ``no_sync``, or the caller, left gradients here that haven't been averaged.
@@ -225,15 +256,21 @@ class GradientReducer:
         adds_up = bool(self._set_aside)
         used = self._agree_on_used(call)
         finite = [self._finish(transfer, used) for transfer in self._transfers(used)]
-        self._agree_on_finiteness([s for s in finite if s is not None], adds_up=adds_up)
+        self._conclude([s for s in finite if s is not None], adds_up=adds_up)
         for index in list(self._set_aside):  # no rank had anything to add to them
             self.parameters[index].grad = self._set_aside.pop(index)
         self.after_reduction()
 
     def _agree_on_used(self, call: str) -> set[int]:
         """The parameters of which some rank has a gradient (Note [Unused parameters])."""
+        return {index for index, kind in self._agree_on_kinds(call).items() if kind}
+
+    def _agree_on_kinds(self, call: str) -> dict[int, int]:
+        """The largest :meth:`_kind_of` of each parameter's gradients on all ranks."""
         self._count_from(self.num_begun)
-        has = {index: self.parameters[index].grad is not None for index in self._reduced_by_default}
+        has = {
+            index: self._kind_of(self.parameters[index].grad) for index in self._reduced_by_default
+        }
         unusual = self._agreement.settle(
             call,
             {
@@ -248,19 +285,21 @@ class GradientReducer:
                 list(has.values()), dtype=torch.uint8, device=self._communicator.transport_device()
             )
             self._communicator.all_reduce_(flags, "max").wait()
-            has = dict(zip(has, map(bool, flags.tolist()), strict=True))
-        else:
-            has = self._reduced_by_default
-        return {index for index, is_used in has.items() if is_used}
+            has = dict(zip(has, map(int, flags.tolist()), strict=True))
+        return has
+
+    def _kind_of(self, gradient: torch.Tensor | None) -> int:
+        """0 for none, 1 for a usual one."""
+        return int(gradient is not None)
 
     def _count_from(self, num_begun: int) -> None:
         """Begins to count passes anew once all ranks have been told of a disagreement."""
         if self._agreement.num_refused != self._counted_from[0]:
             self._counted_from = self._agreement.num_refused, num_begun
 
-    def _transfers(self, used: set[int]) -> Iterator[_Transfer]:
+    def _transfers(self, used: set[int]) -> Iterator[Transfer]:
         """Launches exchanges, and yields them in order, while the next are under way."""
-        in_flight: deque[_Transfer] = deque()
+        in_flight: deque[Transfer] = deque()
         for bucket in self._buckets:
             if used.isdisjoint(slot.parameter for slot in bucket.layout.slots):
                 continue
@@ -270,7 +309,7 @@ class GradientReducer:
                     yield in_flight.popleft()
         yield from in_flight
 
-    def _launch(self, bucket: GradientBucket) -> Iterator[_Transfer]:
+    def _launch(self, bucket: GradientBucket) -> Iterator[Transfer]:
         members, layout = self._communicator.members, bucket.layout
         own_start, own_end = self._own_extent(layout)
         longest = max(
@@ -278,16 +317,17 @@ class GradientReducer:
         )
         rounds = extents_in_rounds(layout.cuts, longest)
         local = bucket.local()
-        result = bucket.destination(local, own_start, own_end) if own_start < own_end else None
+        payload = self._payload(local)
+        result = self._result(bucket, local, own_start, own_end) if own_start < own_end else None
         for number, extents in enumerate(rounds):
             start, end = extents[members.group_rank]
             outgoing = [
-                (rank, local[slice(*extents[rank])])
+                (rank, payload[slice(*extents[rank])])
                 for rank in members
                 if rank != members.group_rank and extents[rank][0] < extents[rank][1]
             ]
             contributions = [
-                local[start:end] if rank == members.group_rank else local.new_empty(end - start)
+                local[start:end] if rank == members.group_rank else payload.new_empty(end - start)
                 for rank in members
                 if start < end
             ]
@@ -296,16 +336,28 @@ class GradientReducer:
                 for rank, part in zip(members, contributions, strict=False)
                 if rank != members.group_rank
             ]
-            yield _Transfer(
+            yield Transfer(
                 bucket,
                 self._communicator.exchange(outgoing, incoming),
+                local,
+                payload,
                 None if result is None else result[start - own_start : end - own_start],
                 contributions,
                 result,
                 is_last=number == len(rounds) - 1,
             )
 
-    def _finish(self, transfer: _Transfer, used: set[int]) -> torch.Tensor | None:
+    def _payload(self, local: torch.Tensor) -> torch.Tensor:
+        """``(numel,)``: what other ranks get of a bucket; it may be ``local`` itself."""
+        return local
+
+    def _result(
+        self, bucket: GradientBucket, local: torch.Tensor, start: int, end: int
+    ) -> torch.Tensor:
+        """``(end - start,)``: memory for what this rank averages."""
+        return bucket.destination(local, start, end)
+
+    def _finish(self, transfer: Transfer, used: set[int]) -> torch.Tensor | None:
         """Waits for an exchange and averages what came; shows the gradients after the last one."""
         layout = transfer.bucket.layout
         try:
@@ -319,10 +371,12 @@ class GradientReducer:
         if transfer.contributions and transfer.destination is not None:
             finite = average_(transfer.destination, transfer.contributions, self.divisor)
         if transfer.is_last:
-            self._show(transfer.bucket, transfer.result, used)
+            self._show(transfer, used)
         return finite
 
-    def _show(self, bucket: GradientBucket, result: torch.Tensor | None, used: set[int]) -> None:
+    def _show(self, transfer: Transfer, used: set[int]) -> None:
+        """Makes the averages of a bucket the gradients of its parameters."""
+        bucket, result = transfer.bucket, transfer.result
         start, _ = self._own_extent(bucket.layout)
         whole = {} if result is None else bucket.views(result, start)
         bucket.release()
@@ -354,6 +408,10 @@ class GradientReducer:
         if kind not in self._sentinels:
             self._sentinels[kind] = torch.zeros(1, dtype=kind[0], device=kind[1])
         return self._sentinels[kind]
+
+    def _conclude(self, finite: Sequence[torch.Tensor], *, adds_up: bool) -> None:
+        """When all buckets have been averaged; scalars say which of them are finite."""
+        self._agree_on_finiteness(finite, adds_up=adds_up)
 
     def _agree_on_finiteness(self, scalars: Sequence[torch.Tensor], *, adds_up: bool) -> None:
         """Lets every partial gradient show whether some rank's are infinite or not a number."""
@@ -387,7 +445,7 @@ class GradientReducer:
 
     def _apart(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient in memory of its own: a slot of a bucket is about to be used again."""
-        if gradient.untyped_storage().nbytes() == gradient.nbytes:
+        if gradient.is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes:
             return gradient
         copy = gradient.clone()
         self._mark.set_(copy)
