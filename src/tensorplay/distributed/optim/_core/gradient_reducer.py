@@ -81,6 +81,8 @@ class GradientReducer:
     ) -> None:
         self.divisor: float = communicator.members.world_size
         """What sums are divided by."""
+        self.number = 0
+        """Tells reducers on one group apart, should ranks disagree about whose turn it is."""
         self._communicator = communicator
         self._agreement = agreement
         self._capacity_bytes = capacity_bytes
@@ -150,10 +152,17 @@ class GradientReducer:
             if bucket.layout.trainable:
                 bucket.arm_()
 
+    def receive_sparse(self, index: int) -> None:
+        """See :class:`BackwardObserver`; here it will be refused."""
+
+    def _reduces_this_pass(self) -> bool:
+        """Whether the gradients are reduced when the pass that has begun ends."""
+        return self._syncs
+
     def end(self) -> None:
         """See :class:`BackwardObserver`."""
         self._disarm()
-        if self._syncs:
+        if self._reduces_this_pass():
             self.before_backward_reduces()
             self.reduce("backward")
         else:
@@ -162,7 +171,7 @@ class GradientReducer:
     def abandon(self) -> None:
         """See :class:`BackwardObserver`."""
         gradients = [self.parameters[index].grad for index in set(self.backward_pass.fired)]
-        if not any(self._is_own(gradient) and gradient.any() for gradient in gradients):  # type: ignore[union-attr] # None is no own one
+        if not any(self._is_own(gradient) and _has_values(gradient) for gradient in gradients):  # type: ignore[arg-type] # None is no own one
             self.forget()  # somebody has zeroed them, who couldn't see what was set aside
         self._disarm()
 
@@ -274,8 +283,9 @@ class GradientReducer:
         unusual = self._agreement.settle(
             call,
             {
+                "optimizer number": self.number,
                 "backward passes begun (one more where an exception ended one)": self.num_begun
-                - self._counted_from[1]
+                - self._counted_from[1],
             },
             self._find_unreducible(),
             flag=int(has != self._reduced_by_default),
@@ -474,3 +484,8 @@ class GradientReducer:
     def num_begun(self) -> int:
         """How many backward passes have begun on this rank."""
         return self.backward_pass.num_begun
+
+
+def _has_values(gradient: torch.Tensor) -> bool:
+    values = gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - of one that needn't be coalesced
+    return bool(values.any())
