@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tensorplay.distributed.optim import DistributedOptimizer
+from tensorplay.distributed.optim.data_parallel import DataParallelOptimizer
 from tests.remote.workers import Placed, Workers
 
 MODEL = torch.nn.Linear(2, 2)
@@ -32,10 +33,17 @@ LOCAL_FORMS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", LOCAL_FORMS)
-def test_local_parameters_are_refused_for_now(form: str) -> None:
+def test_local_parameters_are_recognised(form: str) -> None:
     args, kwargs = LOCAL_FORMS[form]
-    with pytest.raises(NotImplementedError, match=r"not available yet.*ZeroRedundancyOptimizer"):
-        DistributedOptimizer(*args, **kwargs)
+    optimizer = DistributedOptimizer(*args, **kwargs)
+    assert isinstance(optimizer, DistributedOptimizer)
+    assert isinstance(optimizer, DataParallelOptimizer)
+    assert isinstance(optimizer.optim, torch.optim.Adam)
+
+
+def test_an_optimizer_alone_is_local() -> None:
+    inner = torch.optim.Adam(MODEL.parameters())
+    assert DistributedOptimizer(inner).optim is inner
 
 
 def test_both_kinds_of_keywords_are_refused() -> None:

@@ -3,7 +3,8 @@
 * :class:`ZeroRedundancyOptimizer` (``zero/``) shards the state of any optimizer across ranks.
 * :class:`PostLocalSGDOptimizer` (``local_sgd/``) steps on every rank for itself, and averages the
   parameters periodically.
-* :class:`DistributedOptimizer` (``remote/``) steps parameters that live on other workers.
+* :class:`DistributedOptimizer` averages gradients in backward over the ranks that all have the
+  parameters (``data_parallel/``), or steps parameters that live on other workers (``remote/``).
 * :func:`detach_copy` copies a state dict so that no tensor takes its bucket along into a file.
 * :func:`as_functional_optim` and :func:`functional_adam` and its siblings (``functional/``) are
   optimizers that are handed their gradients, in place or pure.
@@ -16,6 +17,11 @@ of the parameters' metadata (``_core/partition.py``, ``_core/bucket_layout.py``)
 the order in which its ``__init__`` lists it, then ``zero/optimizer.py``.
 """
 
+from tensorplay.distributed.optim.data_parallel import (
+    DataParallelOptimizer,
+    ReplicaDifference,
+    StepProfile,
+)
 from tensorplay.distributed.optim.distributed_optimizer import DistributedOptimizer
 from tensorplay.distributed.optim.functional import (
     FunctionalOptimizer,
@@ -47,6 +53,9 @@ from tensorplay.distributed.optim.zero import (
 __all__ = [
     "ZeroRedundancyOptimizer",
     "DistributedOptimizer",
+    "DataParallelOptimizer",
+    "ReplicaDifference",
+    "StepProfile",
     "ShardingReport",
     "RankShare",
     "PostLocalSGDOptimizer",

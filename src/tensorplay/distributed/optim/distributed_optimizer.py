@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tensorplay.distributed.optim.data_parallel import DataParallelOptimizer
 from tensorplay.distributed.optim.remote import RemoteOptimizer
 
 __all__ = ["DistributedOptimizer"]
@@ -26,8 +27,10 @@ class DistributedOptimizer(Optimizer, metaclass=ABCMeta):
     the trainer calls the constructor and the methods. Several trainers may update the same
     parameters, each with its own optimizer: on each worker one of them steps at a time.
 
-    Over **local parameters**, ``DistributedOptimizer(optim, params, named_parameters=...)``: not
-    available yet; raises ``NotImplementedError``.
+    Over **local parameters**, ``DistributedOptimizer(optim, params, named_parameters=...)``: every
+    rank has all parameters, and gradients are averaged over ranks in backward, in the place of
+    ``DistributedDataParallel``. Its arguments and methods are those of
+    :class:`DataParallelOptimizer`; ``optim`` may also be an optimizer, which is wrapped.
 
     Which of the two is meant is seen from the keywords ``optim``, ``params``, ``named_parameters`` or
     ``optimizer_class``, ``params_rref``; without any, from the type of the first parameter. The
@@ -91,6 +94,8 @@ class DistributedOptimizer(Optimizer, metaclass=ABCMeta):
                 "RRefs, but not both"
             )
         if not local and not remote:
+            if len(args) == 1 and isinstance(args[0], Optimizer):
+                return DataParallelOptimizer(*args, **kwargs)
             if len(args) < 2:
                 raise TypeError(
                     "DistributedOptimizer needs an optimizer class and parameters: "
@@ -102,19 +107,12 @@ class DistributedOptimizer(Optimizer, metaclass=ABCMeta):
                 raise ValueError("optimizer got an empty parameter list")
             args = (optimizer, params, *others)
             if not _holds_rref(params):
-                return _make_local(*args, **kwargs)
-        return (_make_local if local else RemoteOptimizer)(*args, **kwargs)
+                return DataParallelOptimizer(*args, **kwargs)
+        return (DataParallelOptimizer if local else RemoteOptimizer)(*args, **kwargs)
 
 
+DistributedOptimizer.register(DataParallelOptimizer)
 DistributedOptimizer.register(RemoteOptimizer)
-
-
-def _make_local(*_args: Any, **_kwargs: Any) -> Any:
-    raise NotImplementedError(
-        "DistributedOptimizer over parameters of this process is not available yet; it takes RRefs "
-        "only. Meanwhile wrap the model into DistributedDataParallel and use a plain optimizer or "
-        "ZeroRedundancyOptimizer"
-    )
 
 
 def _listed(params: Any) -> Any:

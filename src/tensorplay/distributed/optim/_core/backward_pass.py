@@ -33,6 +33,9 @@ class BackwardObserver(Protocol):
     def begin(self) -> None:
         """Before the first gradient of a pass is accumulated."""
 
+    def receive_sparse(self, index: int) -> None:
+        """Before a parameter's first gradient of a pass is accumulated, if that is sparse."""
+
     def end(self) -> None:
         """When the outermost ``backward()`` is about to return."""
 
@@ -142,6 +145,11 @@ class BackwardPass:
             self._queue_end(task, token)
         return True
 
+    def receive_sparse(self, index: int) -> None:
+        """Tells the observer that a parameter's first gradient is sparse."""
+        if (observer := self._observer()) is not None:
+            observer.receive_sparse(index)
+
     def _queue_end(self, task: int, token: _Token) -> None:
         self.armed_tasks.add(task)
         _queue_callback(functools.partial(self._task_ended, task, token))
@@ -187,9 +195,12 @@ def _hook_of(
             observer = reference()
             if observer is None or not observer.arm(task, parameter):
                 return
-        fired.append(index)
         if gradient.layout is not torch.strided:
             layouts[index] = gradient.layout
+            watcher = reference()
+            if watcher is not None and index not in fired:
+                watcher.receive_sparse(index)
+        fired.append(index)
 
     return hook
 

@@ -7,7 +7,7 @@ about the order in which backward produces gradients; within a bucket parameters
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -105,6 +105,14 @@ def layout_buckets(
             slots, cuts = _place(members, specs, owners, num_ranks, dtype)
             layouts.append(BucketLayout(dtype, device, trainable, resident, slots, cuts))
     return tuple(layouts)
+
+
+def cut_evenly(layout: BucketLayout, num_ranks: int) -> BucketLayout:
+    """The same bucket, each rank owning about as many elements, wherever parameters begin."""
+    alignment = max(1, ALIGNMENT_BYTES // layout.dtype.itemsize)
+    share = -(-layout.numel // (num_ranks * alignment)) * alignment
+    cuts = tuple(min(rank * share, layout.numel) for rank in range(num_ranks + 1))
+    return replace(layout, cuts=cuts)
 
 
 def extents_in_rounds(cuts: Sequence[int], longest: int) -> list[tuple[tuple[int, int], ...]]:

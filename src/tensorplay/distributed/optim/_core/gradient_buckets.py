@@ -41,6 +41,9 @@ class GradientBucket(Protocol):
     def arm_(self) -> None:
         """Before a pass: prepares parameters without gradients for what will come."""
 
+    def retract_(self, index: int) -> None:
+        """During a pass: takes back what was prepared for a parameter that has got none yet."""
+
     def disarm_(self, fired: Collection[int]) -> None:
         """After a pass: takes back what was prepared for parameters that didn't get any."""
 
@@ -100,6 +103,12 @@ class PackedGradients:
             AveragedMark.clear_(view)
             parameter.grad = view
             self._armed.add(index)
+
+    def retract_(self, index: int) -> None:
+        """See :class:`GradientBucket`."""
+        if index in self._armed:
+            self._armed.discard(index)
+            dict(self._members)[index].grad = None
 
     def disarm_(self, fired: Collection[int]) -> None:
         """See :class:`GradientBucket`."""
@@ -194,6 +203,9 @@ class SoleGradient:
 
     def arm_(self) -> None:
         """Nothing to prepare: the gradient will be fresh."""
+
+    def retract_(self, index: int) -> None:
+        """Nothing was prepared."""
 
     def disarm_(self, fired: Collection[int]) -> None:
         """Nothing was prepared."""

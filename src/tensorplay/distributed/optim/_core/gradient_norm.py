@@ -1,15 +1,16 @@
-"""The norm of gradients that are spread over ranks, accurate for billions of elements.
+"""The norm of gradients that are spread over ranks, accurate for billions of elements, and clipping.
 
 In float32 a sum over 29 million squares is off by 1e-3; sums over stretches of 64 K elements, added
 up in float64, by 2e-6.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from tensorplay.distributed.optim._core.collectives import Communicator
+from tensorplay.distributed.optim._core.local_shard import is_dtensor
 
 STRETCH_NUMEL = 64 * 1024
 """Elements whose powers are summed in the gradients' own precision."""
@@ -59,6 +60,36 @@ def norm_across_ranks(
     total = partial.view(1)
     communicator.all_reduce_(total, "sum").wait()
     return total[0].pow(1 / norm_type).to(dtype)
+
+
+def find_unclippable(parameters: Iterable[torch.Tensor], norm_type: float) -> Exception | None:
+    """Why gradients can't be clipped, if they can't."""
+    if norm_type <= 0:
+        return ValueError(f"norm_type={norm_type} must be greater than 0; usual are 1, 2 and inf")
+    if any(map(is_dtensor, parameters)):
+        return TypeError("a DTensor's norm isn't known here; use torch.nn.utils.clip_grad_norm_()")
+    return None
+
+
+@torch.no_grad()
+def clip_by_norm_(
+    gradients: Iterable[torch.Tensor],
+    norm: torch.Tensor,
+    max_norm: float,
+    error_if_nonfinite: bool,
+) -> None:
+    """Scales ``gradients`` as ``torch.nn.utils.clip_grad_norm_`` does, given their norm."""
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of all gradients is {norm.item()}, so they can't be clipped by it; pass "
+            "error_if_nonfinite=False to scale by it anyway"
+        )
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, members in by_device.items():
+        torch._foreach_mul_(members, coefficient.to(device))
 
 
 def _like(stretch: torch.Tensor, real: torch.dtype) -> torch.dtype:

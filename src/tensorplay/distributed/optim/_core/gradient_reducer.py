@@ -21,7 +21,11 @@ from contextlib import contextmanager
 
 import torch
 
-from tensorplay.distributed.optim._core.agreement import Agreement
+from tensorplay.distributed.optim._core.agreement import (
+    Agreement,
+    PeerError,
+    RankDisagreementError,
+)
 from tensorplay.distributed.optim._core.backward_pass import BackwardPass
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, extents_in_rounds
 from tensorplay.distributed.optim._core.collectives import (
@@ -73,6 +77,8 @@ class GradientReducer:
     ) -> None:
         self.divisor: float = communicator.members.world_size
         """What sums are divided by."""
+        self.number = 0
+        """Tells reducers on one group apart, should ranks disagree about whose turn it is."""
         self._communicator = communicator
         self._agreement = agreement
         self._capacity_bytes = capacity_bytes
@@ -88,6 +94,7 @@ class GradientReducer:
         self._has_unreduced_passes = False
         self._adds_up = False
         self._has_more = False
+        self._is_unfinished = False
         self._counted_from = (0, 0)
         self.backward_pass = BackwardPass(self)
         self._during_backward = during_backward
@@ -150,18 +157,26 @@ class GradientReducer:
 
     def begin(self) -> None:
         """See :class:`BackwardObserver`."""
+        self._is_unfinished = False
         self._count_from(self.backward_pass.num_begun - 1)
         self._drop_cleared()
         self.set_averages_aside()
         for bucket in self.buckets:
             if bucket.layout.trainable:
                 bucket.arm_()
-        self._schedule.begin(syncs=self._syncs)
+        self._schedule.begin(syncs=self._reduces_this_pass())
+
+    def receive_sparse(self, index: int) -> None:
+        """See :class:`BackwardObserver`; here it will be refused."""
+
+    def _reduces_this_pass(self) -> bool:
+        """Whether the gradients are reduced when the pass that has begun ends."""
+        return self._syncs
 
     def end(self) -> None:
         """See :class:`BackwardObserver`."""
         self._disarm()
-        if self._syncs:
+        if self._reduces_this_pass():
             self._schedule.end()
         else:
             self._has_unreduced_passes = True
@@ -169,7 +184,7 @@ class GradientReducer:
     def abandon(self) -> None:
         """See :class:`BackwardObserver`."""
         gradients = [self.parameters[index].grad for index in set(self.backward_pass.fired)]
-        if not any(self._is_own(gradient) and gradient.any() for gradient in gradients):  # type: ignore[union-attr] # None is no own one
+        if not any(self._is_own(gradient) and _has_values(gradient) for gradient in gradients):  # type: ignore[arg-type] # None is no own one
             self.forget()  # somebody has zeroed them, who couldn't see what was set aside
         self._disarm()
         self._schedule.abandon()
@@ -188,9 +203,32 @@ class GradientReducer:
         """Called after each reduction, on every rank."""
 
     def forget(self) -> None:
-        """Drops averages that were set aside, and what ``no_sync`` left; for ``zero_grad``."""
+        """Drops what isn't in any ``.grad``, and what is left of an aborted pass; for ``zero_grad``."""
+        self.backward_pass.settle_aborted()
+        self._is_unfinished = False
         self._set_aside.clear()
         self._has_unreduced_passes = False
+
+    def find_unfinished(self) -> Exception | None:
+        """An error after a backward pass that ended in an exception, or where nothing is noticed."""
+        if self.backward_pass.was_replaced:
+            return RuntimeError(
+                "another optimizer has been built on these parameters and reduces their gradients "
+                "now; go on with that one"
+            )
+        self._is_unfinished |= self.backward_pass.settle_aborted()
+        if not self._is_unfinished:
+            return None
+        return RuntimeError(
+            "the last backward pass ended in an exception, so that its gradients were not reduced; "
+            "call zero_grad() and repeat forward and backward before step()"
+        )
+
+    def closure_returned(self, error: Exception | None) -> None:
+        """Settles that a closure has succeeded on every rank; every rank must call it."""
+        if isinstance(error, (PeerError, RankDisagreementError, CommunicationError)):
+            raise error  # every rank knows
+        self._agreement.settle("step (closure)", error=error)
 
     def has_unreduced(self) -> bool:
         """Whether ``no_sync``, or the caller, left gradients here that haven't been averaged.
@@ -249,7 +287,7 @@ class GradientReducer:
 
     def conclude(self, finite: Sequence[torch.Tensor | None]) -> None:
         """See :class:`Reductions`."""
-        self._agree_on_finiteness([scalar for scalar in finite if scalar is not None])
+        self._conclude([scalar for scalar in finite if scalar is not None])
         for index in list(self._set_aside):  # no rank had anything to add to them
             self.parameters[index].grad = self._set_aside.pop(index)
         self.after_reduction()
@@ -277,7 +315,10 @@ class GradientReducer:
             flag,
         )
         self._has_more = unusual > 1
-        return self._used_anywhere(has, unusual=bool(unusual))
+        kinds = self._kinds_anywhere(
+            {index: int(is_used) for index, is_used in has.items()}, unusual=bool(unusual)
+        )
+        return {index for index, kind in kinds.items() if kind}
 
     def add_late(self, gradients: dict[int, torch.Tensor]) -> None:
         """See :class:`Reductions`; Note [Late gradients]. Also those of thawed parameters."""
@@ -291,32 +332,41 @@ class GradientReducer:
     def _describe_passes(self) -> dict[str, Json]:
         self._count_from(self.num_begun)
         return {
+            "optimizer number": self.number,
             "backward passes begun (one more where an exception ended one)": self.num_begun
-            - self._counted_from[1]
+            - self._counted_from[1],
         }
 
     def _agree_on_used(self, call: str) -> set[int]:
         """The parameters of which some rank has a gradient (Note [Unused parameters])."""
+        return {index for index, kind in self._agree_on_kinds(call).items() if kind}
+
+    def _agree_on_kinds(self, call: str) -> dict[int, int]:
+        """The largest :meth:`_kind_of` of each parameter's gradients on all ranks."""
         description = self._describe_passes()
-        has = {index: self.parameters[index].grad is not None for index in self._reduced_by_default}
+        has = {
+            index: self._kind_of(self.parameters[index].grad) for index in self._reduced_by_default
+        }
         unusual = self._agreement.settle(
             call,
             description,
             self._find_unreducible(),
             flag=int(has != self._reduced_by_default),
         )
-        return self._used_anywhere(has, unusual=bool(unusual))
+        return self._kinds_anywhere(has, unusual=bool(unusual))
 
-    def _used_anywhere(self, has: dict[int, bool], *, unusual: bool) -> set[int]:
+    def _kinds_anywhere(self, has: dict[int, int], *, unusual: bool) -> dict[int, int]:
         if unusual:
             flags = torch.tensor(
                 list(has.values()), dtype=torch.uint8, device=self._communicator.transport_device()
             )
             self._communicator.all_reduce_(flags, "max").wait()
-            has = dict(zip(has, map(bool, flags.tolist()), strict=True))
-        else:
-            has = self._reduced_by_default
-        return {index for index, is_used in has.items() if is_used}
+            has = dict(zip(has, map(int, flags.tolist()), strict=True))
+        return has
+
+    def _kind_of(self, gradient: torch.Tensor | None) -> int:
+        """0 for none, 1 for a usual one."""
+        return int(gradient is not None)
 
     def _count_from(self, num_begun: int) -> None:
         """Begins to count passes anew once all ranks have been told of a disagreement."""
@@ -344,16 +394,17 @@ class GradientReducer:
         )
         rounds = extents_in_rounds(layout.cuts, longest)
         local = bucket.local()
-        result = bucket.destination(local, own_start, own_end) if own_start < own_end else None
+        payload = self._payload(local)
+        result = self._result(bucket, local, own_start, own_end) if own_start < own_end else None
         for number, extents in enumerate(rounds):
             start, end = extents[members.group_rank]
             outgoing = [
-                (rank, local[slice(*extents[rank])])
+                (rank, payload[slice(*extents[rank])])
                 for rank in members
                 if rank != members.group_rank and extents[rank][0] < extents[rank][1]
             ]
             contributions = [
-                local[start:end] if rank == members.group_rank else local.new_empty(end - start)
+                local[start:end] if rank == members.group_rank else payload.new_empty(end - start)
                 for rank in members
                 if start < end
             ]
@@ -366,11 +417,22 @@ class GradientReducer:
                 bucket,
                 self._communicator.exchange(outgoing, incoming),
                 local,
+                payload,
                 None if result is None else result[start - own_start : end - own_start],
                 contributions,
                 result,
                 is_last=number == len(rounds) - 1,
             )
+
+    def _payload(self, local: torch.Tensor) -> torch.Tensor:
+        """``(numel,)``: what other ranks get of a bucket; it may be ``local`` itself."""
+        return local
+
+    def _result(
+        self, bucket: GradientBucket, local: torch.Tensor, start: int, end: int
+    ) -> torch.Tensor:
+        """``(end - start,)``: memory for what this rank averages."""
+        return bucket.destination(local, start, end)
 
     def finish(self, transfer: Transfer) -> torch.Tensor | None:
         """See :class:`Reductions`."""
@@ -422,6 +484,10 @@ class GradientReducer:
             self._sentinels[kind] = torch.zeros(1, dtype=kind[0], device=kind[1])
         return self._sentinels[kind]
 
+    def _conclude(self, finite: Sequence[torch.Tensor]) -> None:
+        """When all buckets have been averaged; scalars say which of them are finite."""
+        self._agree_on_finiteness(finite)
+
     def _agree_on_finiteness(self, scalars: Sequence[torch.Tensor]) -> None:
         """Lets every partial gradient show whether some rank's are infinite or not a number."""
         devices = dict.fromkeys(bucket.layout.device for bucket in self.buckets)
@@ -458,7 +524,7 @@ class GradientReducer:
 
     def _apart(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient in memory of its own: a slot of a bucket is about to be used again."""
-        if gradient.untyped_storage().nbytes() == gradient.nbytes:
+        if gradient.is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes:
             return gradient
         copy = gradient.clone()
         self._mark.set_(copy)
@@ -486,3 +552,8 @@ class GradientReducer:
     def num_begun(self) -> int:
         """How many backward passes have begun on this rank."""
         return self.backward_pass.num_begun
+
+
+def _has_values(gradient: torch.Tensor) -> bool:
+    values = gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - of one that needn't be coalesced
+    return bool(values.any())

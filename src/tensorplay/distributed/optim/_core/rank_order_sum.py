@@ -16,11 +16,13 @@ def average_(
 ) -> torch.Tensor:
     """Writes the sum of ``contributions``, in their order, divided by ``divisor``.
 
-    16-bit floats are summed and divided in float32 and rounded once.
+    16-bit floats are summed and divided in float32, or in a wider type of ``destination``, and
+    rounded once.
 
     Args:
         destination: ``(numel,)``, contiguous; it may be one of the contributions.
-        contributions: ``(numel,)`` each, of the same dtype; the first is used as scratch memory.
+        contributions: ``(numel,)`` each, of the same dtype or a narrower one; the first is used as
+            scratch memory.
         divisor: usually the number of ranks.
 
     Returns:
@@ -47,8 +49,9 @@ def _real(values: torch.Tensor) -> torch.Tensor:
 
 def _average_chunk_(target: torch.Tensor, parts: Sequence[torch.Tensor], divisor: float) -> None:
     first, *others = parts
-    if target.dtype in _LOW_PRECISION:
-        total = first.float()
+    precise = torch.float32 if target.dtype in _LOW_PRECISION else target.dtype
+    if any(part.dtype is not precise for part in parts):
+        total = first.to(precise, copy=True)
         for part in others:
             total.add_(part)
         target.copy_(total.div_(divisor))

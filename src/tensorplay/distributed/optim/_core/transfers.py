@@ -16,6 +16,7 @@ class Transfer:
         bucket: whose slices travel.
         exchange: await it before anything else.
         local: ``(numel,)`` this rank's gradients of the bucket, kept until they are sent.
+        payload: ``(numel,)`` what other ranks get of it: ``local`` itself, or a compressed copy.
         destination: where the average of this round's stretch belongs; ``None`` if it's another's.
         contributions: each rank's part of that stretch, by rank.
         result: all of this rank's slice of the bucket; ``None`` if it owns nothing.
@@ -25,6 +26,7 @@ class Transfer:
     bucket: GradientBucket
     exchange: Waitable
     local: torch.Tensor
+    payload: torch.Tensor
     destination: torch.Tensor | None
     contributions: list[torch.Tensor]
     result: torch.Tensor | None

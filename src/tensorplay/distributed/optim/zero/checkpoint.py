@@ -20,6 +20,7 @@ from tensorplay.distributed.optim._core.parameter_spec import is_dense
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.state_dicts import IndexedState
 from tensorplay.distributed.optim._core.tagged_json import Json
+from tensorplay.distributed.optim._core.tensor_spec import TensorSpec
 
 CHUNK_BYTES = 8 * 1024 * 1024
 """The most that a rank holds besides the state itself (and a tensor that has gaps, packed)."""
@@ -29,28 +30,6 @@ MESSAGE_BYTES = CHUNK_BYTES // 2
 
 PACK_BELOW_BYTES = 64 * 1024
 """Larger tensors travel on their own, straight out of and into their memory."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """How a state tensor travels and where it goes: metadata only."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    device_type: str
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "TensorSpec":
-        """Reads the metadata; a tensor that isn't dense arrives contiguous."""
-        dense = is_dense(tensor)
-        stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-        return cls(tensor.dtype, tuple(tensor.shape), tuple(stride), tensor.device.type)
-
-    def allocate(self, device_of_type: Mapping[str, torch.device]) -> torch.Tensor:
-        """Memory to receive the tensor, on this rank's device of the same type."""
-        device = device_of_type.get(self.device_type, torch.device(self.device_type))
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,9 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from tensorplay.distributed.optim._core.agreement import (
-    Agreement,
-    PeerError,
-    RankDisagreementError,
-)
+from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
-from tensorplay.distributed.optim._core.collectives import CommunicationError, Communicator
+from tensorplay.distributed.optim._core.collectives import Communicator
 from tensorplay.distributed.optim._core.gradient_reducer import GradientReducer
 from tensorplay.distributed.optim._core.local_shard import is_dtensor
 from tensorplay.distributed.optim._core.ranks import GroupRank
@@ -201,7 +197,6 @@ class ReducedToOwners(GradientReducer):
         self._module = module
         self._source = GroupRank(0)
         self.divides_by_world_size = True
-        self._is_unfinished = False
 
     def describe(self) -> Json:
         """What is broadcast of the module: the ranks' must fit together."""
@@ -216,12 +211,6 @@ class ReducedToOwners(GradientReducer):
             for name, tensor in named
         ]
         return {"shard_gradients": True, "module": tensors}
-
-    def closure_returned(self, error: Exception | None) -> None:
-        """Settles that the closure has succeeded on every rank; every rank must call it."""
-        if isinstance(error, (PeerError, RankDisagreementError, CommunicationError)):
-            raise error  # every rank knows
-        self._agreement.settle("step (closure)", error=error)
 
     def refuse(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raises ``TypeError`` for a ``DTensor``, whose gradient would have to be one too."""
@@ -248,17 +237,6 @@ class ReducedToOwners(GradientReducer):
         replicate_(self._communicator, tensors, GroupRank(0), CAPACITY_BYTES)
         self.add(parameters, plan.specs, layouts)
 
-    def begin(self) -> None:
-        """See :class:`BackwardObserver`."""
-        self._is_unfinished = False
-        super().begin()
-
-    def forget(self) -> None:
-        """Drops what isn't in any ``.grad``, and what is left of an aborted pass."""
-        self.backward_pass.settle_aborted()
-        self._is_unfinished = False
-        super().forget()
-
     def divide_among(self, active: Sequence[GroupRank]) -> None:
         """Notes which ranks have inputs: one of them has the buffers, and these may be the divisor."""
         self._source = active[0]
@@ -271,21 +249,6 @@ class ReducedToOwners(GradientReducer):
         self.backward_pass.num_begun = num_begun
         self._schedule.begin(syncs=True)
         self._schedule.end()
-
-    def find_unfinished(self) -> Exception | None:
-        """An error after a backward pass that ended in an exception."""
-        if self.backward_pass.was_replaced:
-            return RuntimeError(
-                "another optimizer with shard_gradients=True has been built on these parameters and "
-                "reduces their gradients now; go on with that one"
-            )
-        self._is_unfinished |= self.backward_pass.settle_aborted()
-        if not self._is_unfinished:
-            return None
-        return RuntimeError(
-            "the last backward pass ended in an exception, so that its gradients were not reduced; "
-            "call zero_grad() and repeat forward and backward before step()"
-        )
 
     def others(self) -> list[torch.Tensor]:
         """None: they are partial."""

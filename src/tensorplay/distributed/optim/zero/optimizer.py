@@ -23,12 +23,26 @@ from tensorplay.distributed.optim._core.coupled_optimizers import (
     refuse_coupling_options,
 )
 from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
-from tensorplay.distributed.optim._core.gradient_norm import norm_across_ranks
+from tensorplay.distributed.optim._core.gradient_norm import (
+    clip_by_norm_,
+    find_unclippable,
+    norm_across_ranks,
+)
+from tensorplay.distributed.optim._core.joined_calls import FollowWhenJoined, JoinedCalls
 from tensorplay.distributed.optim._core.local_shard import (
     is_dtensor,
     local_memory,
     rewrap,
     unwrap,
+)
+from tensorplay.distributed.optim._core.parameter_checks import (
+    CURE,
+    MetadataWatch,
+    describe_options,
+    describe_parameters,
+    name_of,
+    refuse_unsendable,
+    same_members,
 )
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.state_dicts import full_indexed, own_part, require_fit
@@ -44,32 +58,14 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
     parameter_indices,
 )
 from tensorplay.distributed.optim.zero.checkpoint import consolidate
-from tensorplay.distributed.optim.zero.clipping import (
-    clip_by_norm_,
-    find_unclippable,
-    gradient_from,
-)
+from tensorplay.distributed.optim.zero.clipping import gradient_from
 from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
 from tensorplay.distributed.optim.zero.gradients import (
     AveragedElsewhere,
     Gradients,
     ReducedToOwners,
 )
-from tensorplay.distributed.optim.zero.join import (
-    FollowWhenJoined,
-    JoinedCalls,
-    JoinRound,
-    StepWhenJoined,
-)
-from tensorplay.distributed.optim.zero.parameter_checks import (
-    CURE,
-    MetadataWatch,
-    describe_options,
-    describe_parameters,
-    name_of,
-    refuse_unsendable,
-    same_members,
-)
+from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
 from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
 

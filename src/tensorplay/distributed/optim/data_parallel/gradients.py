@@ -1,0 +1,278 @@
+"""Whole averaged gradients on every rank, when ``backward()`` returns.
+
+Each rank averages an even slice of every bucket, as an owner would, in the memory of its own
+gradients; then the slices are gathered. On gloo this sends what an all-reduce sends, and is faster.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakMethod
+
+import torch
+
+from tensorplay.distributed.optim._core.agreement import Agreement
+from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
+from tensorplay.distributed.optim._core.collectives import (
+    CommunicationError,
+    Communicator,
+    Waitable,
+)
+from tensorplay.distributed.optim._core.gradient_buckets import AveragedMark, GradientBucket
+from tensorplay.distributed.optim._core.gradient_reducer import GradientReducer
+from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, is_dense
+from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.transfers import Transfer
+from tensorplay.distributed.optim.data_parallel.reduction_plan import CAPACITY_BYTES
+from tensorplay.distributed.optim.data_parallel.reduction_policy import ReductionPolicy
+from tensorplay.distributed.optim.data_parallel.sparse_gradients import average_sparse
+from tensorplay.distributed.optim.data_parallel.step_times import StepTimes
+
+NUM_GATHERED = 2
+"""Buckets whose averages are under way at a time."""
+
+_NONE, _DENSE, _SPARSE = range(3)
+
+
+class AveragedEverywhere(GradientReducer):
+    """Averages gradients of every rank's backward passes, for every rank.
+
+    Args:
+        communicator: carries them.
+        agreement: settles each reduction.
+        policy: how.
+        times: learns how long backward passes and reductions take.
+        announce: refers to what is called before backward reduces.
+
+    Attributes:
+        divides_by_world_size: whether ranks that have joined count as having contributed zeros.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        agreement: Agreement,
+        policy: ReductionPolicy,
+        times: StepTimes,
+        announce: WeakMethod[Callable[[], None]],
+    ) -> None:
+        super().__init__(communicator, agreement, CAPACITY_BYTES, during_backward=False)
+        self._policy = policy
+        self._times = times
+        self._announce = announce
+        self._num_passes = 0
+        self._gathering: deque[tuple[Transfer, Waitable, set[int]]] = deque()
+        self._sparse: dict[int, torch.Tensor | None] = {}
+        self._bucket_of: dict[int, GradientBucket] = {}
+        self.divides_by_world_size = True
+        self.divide_among(list(communicator.members))
+
+    def add(
+        self,
+        parameters: Sequence[torch.Tensor],
+        specs: Sequence[ParameterSpec],
+        layouts: Sequence[BucketLayout],
+    ) -> None:
+        """See :class:`GradientReducer`."""
+        super().add(parameters, specs, layouts)
+        for bucket in self.buckets:
+            self._bucket_of.update((slot.parameter, bucket) for slot in bucket.layout.slots)
+
+    def divide_among(self, active: Sequence[GroupRank]) -> None:
+        """Notes which ranks have inputs: these may be the divisor."""
+        num_all = self._communicator.members.world_size
+        self.divisor = self._policy.divisor(num_all if self.divides_by_world_size else len(active))
+
+    # Backward passes
+
+    def begin(self) -> None:
+        """See :class:`BackwardObserver`."""
+        self._num_passes += 1
+        self._times.begin("backward")
+        super().begin()
+
+    def end(self) -> None:
+        """See :class:`BackwardObserver`."""
+        self._times.end("backward")
+        super().end()
+
+    def abandon(self) -> None:
+        """See :class:`BackwardObserver`."""
+        self._times.discard("backward")
+        super().abandon()
+
+    def _reduces_this_pass(self) -> bool:
+        return self._syncs and self._num_passes >= self._policy.backward_passes_per_step
+
+    def receive_sparse(self, index: int) -> None:
+        """Lets a sparse gradient be one, unless it shall become dense."""
+        if not self._policy.sparse_as_dense and index in self._bucket_of:
+            self._bucket_of[index].retract_(index)
+
+    def before_backward_reduces(self) -> None:
+        """Tells the ranks without inputs."""
+        if (announce := self._announce()) is not None:
+            announce()
+
+    def after_reduction(self) -> None:
+        """The next window of passes begins."""
+        self._num_passes = 0
+
+    def forget(self) -> None:
+        """See :class:`GradientReducer`."""
+        super().forget()
+        self._num_passes = 0
+
+    def forget_zeroed(self) -> None:
+        """After gradients were filled with zeros: they are nobody's average any more."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                AveragedMark.clear_(parameter.grad)
+
+    def has_unreduced(self) -> bool:
+        """Whether backward passes have left gradients here that haven't been averaged.
+
+        What the caller has assigned is taken as it is, as with any other optimizer.
+        """
+        return self._has_unreduced_passes
+
+    def reduce_nothing(self, num_begun: int) -> None:
+        """Takes part in a reduction after a backward pass of other ranks."""
+        self.backward_pass.num_begun = num_begun
+        self.reduce("backward")
+
+    # Reductions
+
+    def reduce(self, call: str) -> None:
+        """See :class:`GradientReducer`."""
+        with self._times.measure("reduction"):
+            super().reduce(call)
+
+    def _agree_on_used(self, call: str) -> set[int]:
+        if self._policy.sparse_as_dense:
+            for parameter in self.parameters:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
+        kinds = self._agree_on_kinds(call)
+        for index in sorted(index for index, kind in kinds.items() if kind == _SPARSE):
+            self._sparse[index] = self.parameters[index].grad
+            self.parameters[index].grad = None
+        return {index for index, kind in kinds.items() if kind == _DENSE}
+
+    def _kind_of(self, gradient: torch.Tensor | None) -> int:
+        if gradient is None:
+            return _NONE
+        return _SPARSE if gradient.is_sparse else _DENSE
+
+    def _find_unreducible(self) -> Exception | None:
+        for index, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout not in {torch.strided, torch.sparse_coo}:
+                return TypeError(
+                    f"the gradient of parameter {index} has layout {gradient.layout}; only dense and "
+                    "COO gradients can be averaged"
+                )
+        return None
+
+    def _payload(self, local: torch.Tensor) -> torch.Tensor:
+        factor = self._policy.gradient_predivide_factor
+        if factor != 1:
+            local.div_(factor)
+        if self._communicator.members.world_size == 1:  # nothing travels
+            return local
+        return local.to(self._policy.wire_dtype(local.dtype))
+
+    def _result(
+        self,
+        bucket: GradientBucket,  # noqa: ARG002 - the base class decides by it
+        local: torch.Tensor,
+        start: int,
+        end: int,
+    ) -> torch.Tensor:
+        return local[start:end]
+
+    def show(self, transfer: Transfer, used: set[int]) -> None:
+        """See :class:`GradientReducer`: it launches the gather of a bucket's averages."""
+        start, end = self._own_extent(transfer.bucket.layout)
+        if transfer.payload is not transfer.local:
+            transfer.payload[start:end].copy_(transfer.local[start:end])
+        cuts = transfer.bucket.layout.cuts
+        gathering = self._communicator.gather_from_owners(transfer.payload, cuts)
+        self._gathering.append((transfer, gathering, used))
+        if len(self._gathering) > NUM_GATHERED:
+            self._finish_gathering()
+
+    def _finish_gathering(self) -> None:
+        transfer, gathering, used = self._gathering.popleft()
+        bucket = transfer.bucket
+        try:
+            gathering.wait()
+        except CommunicationError as error:
+            raise CommunicationError(
+                f"gathering averaged gradients failed in the bucket that holds "
+                f"{len(bucket.layout.slots)} parameters (the first is number "
+                f"{bucket.layout.slots[0].parameter}), {error}"
+            ) from error
+        if transfer.payload is not transfer.local:
+            transfer.local.copy_(transfer.payload)
+        averages = bucket.views(transfer.local, 0)
+        bucket.release()
+        for slot in bucket.layout.slots:
+            if slot.parameter in used:
+                self._show_average(slot.parameter, averages[slot.parameter])
+
+    def _show_average(self, index: int, average: torch.Tensor) -> None:
+        before = self._set_aside.pop(index, None)
+        if before is not None:
+            average = before + average if before.is_sparse else average.add_(before)
+        self._mark.set_(average)
+        self.parameters[index].grad = average
+
+    def _conclude(self, finite: Sequence[torch.Tensor]) -> None:  # noqa: ARG002 - every rank sees them all
+        while self._gathering:
+            self._finish_gathering()
+        own, self._sparse = self._sparse, {}
+        if own:
+            averages = average_sparse(
+                self._communicator,
+                [self.parameters[index] for index in own],
+                list(own.values()),
+                self.divisor * self._policy.gradient_predivide_factor,
+            )
+            for index, average in zip(own, averages, strict=True):
+                self._show_average(index, average)
+
+    # All gradients together
+
+    def counted_and_all(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Tensors that hold what this rank counts in a norm, and tensors that hold all gradients.
+
+        Each element counts on one rank; both are as few tensors as can be.
+        """
+        counted, everything = [], []
+        for bucket in self.buckets:
+            start, end = self._own_extent(bucket.layout)
+            flat = bucket.whole(0, bucket.layout.numel)
+            if flat is not None:
+                counted.append(flat[start:end])
+                everything.append(flat)
+                continue
+            length = bucket.layout.numel
+            for offset, gradient in self._gradients_in(bucket):
+                everything.append(gradient)
+                if gradient.numel() == length and is_dense(gradient):
+                    counted.append(gradient.as_strided((length,), (1,))[start:end])
+                elif start <= offset < end:
+                    counted.append(gradient)
+        return counted, everything
+
+    def _gradients_in(self, bucket: GradientBucket) -> Iterator[tuple[int, torch.Tensor]]:
+        for slot in bucket.layout.slots:
+            parameter = self.parameters[slot.parameter]
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                if not gradient.is_coalesced():
+                    gradient = parameter.grad = gradient.coalesce()
+                gradient = gradient.values()
+            yield slot.offset, gradient
