@@ -202,6 +202,24 @@ def _tensorplay_sharded(**options: Any) -> Callable[[nn.Module], Trainer]:
     return build
 
 
+class ClippedInStep(Trainer):
+    """Our data-parallel optimizer, which clips in its step."""
+
+    def clip_(self, max_norm: float) -> None:
+        """From the next step on."""
+        self.optimizer.clip_grad_norm = max_norm  # type: ignore[attr-defined]
+
+
+def _tensorplay_data_parallel(**options: Any) -> Callable[[nn.Module], Trainer]:
+    def build(module: nn.Module) -> Trainer:
+        from tensorplay.distributed.optim import DistributedOptimizer
+
+        optimizer = DistributedOptimizer(AdamW, module.parameters(), **options, **FUSED)
+        return ClippedInStep(module, optimizer)
+
+    return build
+
+
 class FullyShardedTrainer(Trainer):
     """FSDP2: parameters are shards between steps."""
 
@@ -270,6 +288,20 @@ CANDIDATES = {
             "tensorplay ZeRO, sharded gradients",
             "tensorplay",
             _tensorplay_sharded(parameters_as_bucket_view=True),
+            is_exact=False,
+        ),
+        Candidate(
+            "data-parallel",
+            "tensorplay DistributedOptimizer",
+            "tensorplay",
+            _tensorplay_data_parallel(),
+            is_exact=False,
+        ),
+        Candidate(
+            "data-parallel-bf16",
+            "tensorplay DistributedOptimizer, bf16",
+            "tensorplay",
+            _tensorplay_data_parallel(compression="bf16"),
             is_exact=False,
         ),
         Candidate("fsdp2", "FSDP2", "torch", _fsdp2, is_exact=False),

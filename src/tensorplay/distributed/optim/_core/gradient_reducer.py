@@ -71,6 +71,7 @@ class GradientReducer:
         communicator: carries them.
         agreement: settles that all ranks reduce, and what.
         capacity_bytes: how much is received at a time.
+        num_kept: how many flat buffers stay allocated between passes.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class GradientReducer:
         communicator: Communicator,
         agreement: Agreement,
         capacity_bytes: int,
+        num_kept: int = NUM_KEPT,
     ) -> None:
         self.divisor: float = communicator.members.world_size
         """What sums are divided by."""
@@ -86,6 +88,7 @@ class GradientReducer:
         self._communicator = communicator
         self._agreement = agreement
         self._capacity_bytes = capacity_bytes
+        self._num_kept = num_kept
         self.parameters: list[torch.Tensor] = []
         self._buckets: list[GradientBucket] = []
         self._reduced_by_default: dict[int, bool] = {}
@@ -128,7 +131,7 @@ class GradientReducer:
             if len(layout.slots) == 1:
                 self._buckets.append(SoleGradient(layout, specs, self.parameters))
             else:
-                keep = layout.trainable and num_kept < NUM_KEPT
+                keep = layout.trainable and num_kept < self._num_kept
                 num_kept += 1
                 self._buckets.append(PackedGradients(layout, specs, self.parameters, keep=keep))
         self.backward_pass.watch(added)
