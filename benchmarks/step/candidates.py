@@ -25,6 +25,7 @@ FUSED: dict[str, Any] = {**ADAMW, "fused": True}
 
 KERNEL_TOLERANCE = 1e-6
 NORM_TOLERANCE = 3e-5
+COMPRESSION_TOLERANCE = 1e-3
 
 
 class Trainer:
@@ -208,6 +209,24 @@ def _tensorplay_sharded(**options: Any) -> Callable[[nn.Module], Trainer]:
     return build
 
 
+class ClippedInStep(Trainer):
+    """Our data-parallel optimizer, which clips in its step."""
+
+    def clip_(self, max_norm: float) -> None:
+        """From the next step on."""
+        self.optimizer.clip_grad_norm = max_norm  # type: ignore[attr-defined]
+
+
+def _tensorplay_data_parallel(**options: Any) -> Callable[[nn.Module], Trainer]:
+    def build(module: nn.Module) -> Trainer:
+        from tensorplay.distributed.optim import DistributedOptimizer
+
+        optimizer = DistributedOptimizer(AdamW, module.parameters(), **options, **FUSED)
+        return ClippedInStep(module, optimizer)
+
+    return build
+
+
 class FullyShardedTrainer(Trainer):
     """FSDP2: parameters are shards between steps."""
 
@@ -278,6 +297,22 @@ CANDIDATES = {
             _tensorplay_sharded(parameters_as_bucket_view=True),
             is_exact=False,
             tolerance=NORM_TOLERANCE,
+        ),
+        Candidate(
+            "data-parallel",
+            "tensorplay DistributedOptimizer",
+            "tensorplay",
+            _tensorplay_data_parallel(),
+            is_exact=False,
+            tolerance=NORM_TOLERANCE,
+        ),
+        Candidate(
+            "data-parallel-bf16",
+            "tensorplay DistributedOptimizer, bf16",
+            "tensorplay",
+            _tensorplay_data_parallel(compression="bf16"),
+            is_exact=False,
+            tolerance=COMPRESSION_TOLERANCE,
         ),
         Candidate("fsdp2", "FSDP2", "torch", _fsdp2, is_exact=False, tolerance=NORM_TOLERANCE),
         Candidate(UNCLIPPED_REFERENCE, "DDP, no clipping", "DDP", _ddp(FUSED), clips=False),

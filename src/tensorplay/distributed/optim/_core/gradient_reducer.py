@@ -65,6 +65,7 @@ class GradientReducer:
         capacity_bytes: how much is received at a time.
         during_backward: whether buckets are sent while backward goes on, or when it has ended; if
             ``None``, while it goes on where parameters are on an accelerator.
+        num_kept: how many flat buffers stay allocated between passes.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class GradientReducer:
         capacity_bytes: int,
         *,
         during_backward: bool | None = None,
+        num_kept: int = NUM_KEPT,
     ) -> None:
         self.divisor: float = communicator.members.world_size
         """What sums are divided by."""
@@ -82,6 +84,7 @@ class GradientReducer:
         self._communicator = communicator
         self._agreement = agreement
         self._capacity_bytes = capacity_bytes
+        self._num_kept = num_kept
         self.parameters: list[torch.Tensor] = []
         self.buckets: list[GradientBucket] = []
         self._reduced_by_default: dict[int, bool] = {}
@@ -132,7 +135,7 @@ class GradientReducer:
             if len(layout.slots) == 1:
                 self.buckets.append(SoleGradient(layout, specs, self.parameters))
             else:
-                keep = layout.trainable and num_kept < NUM_KEPT
+                keep = layout.trainable and num_kept < self._num_kept
                 num_kept += 1
                 self.buckets.append(PackedGradients(layout, specs, self.parameters, keep=keep))
         start = len(self.parameters) - len(added)

@@ -4,6 +4,7 @@ Each rank averages an even slice of every bucket, as an owner would, in the memo
 gradients; then the slices are gathered. On gloo this sends what an all-reduce sends, and is faster.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakMethod
@@ -42,6 +43,7 @@ class AveragedEverywhere(GradientReducer):
         policy: how.
         times: learns how long backward passes and reductions take.
         announce: refers to what is called before backward reduces.
+        check: refers to what is called when a pass begins; it may raise.
 
     Attributes:
         divides_by_world_size: whether ranks that have joined count as having contributed zeros.
@@ -54,11 +56,20 @@ class AveragedEverywhere(GradientReducer):
         policy: ReductionPolicy,
         times: StepTimes,
         announce: WeakMethod[Callable[[], None]],
+        check: WeakMethod[Callable[[], None]],
     ) -> None:
-        super().__init__(communicator, agreement, CAPACITY_BYTES, during_backward=False)
+        # The averages lie in the buffers, so that keeping all of them costs nothing while they do.
+        super().__init__(
+            communicator,
+            agreement,
+            CAPACITY_BYTES,
+            during_backward=False,
+            num_kept=sys.maxsize,
+        )
         self._policy = policy
         self._times = times
         self._announce = announce
+        self._check = check
         self._num_passes = 0
         self._gathering: deque[tuple[Transfer, Waitable, set[int]]] = deque()
         self._sparse: dict[int, torch.Tensor | None] = {}
@@ -86,6 +97,8 @@ class AveragedEverywhere(GradientReducer):
 
     def begin(self) -> None:
         """See :class:`BackwardObserver`."""
+        if (check := self._check()) is not None:
+            check()
         self._num_passes += 1
         self._times.begin("backward")
         super().begin()

@@ -108,6 +108,7 @@ class DataParallelOptimizer(WrappedOptimizer, Joinable):
     Attributes:
         optim: the inner optimizer; ``param_groups``, ``state`` and ``defaults`` are its own, live.
         process_group: the group, ``None`` without any.
+        clip_grad_norm: the largest norm, the same on every rank; it may be changed between steps.
         grad_norm: with ``clip_grad_norm``, the norm before clipping in the last step, a scalar.
 
     Raises:
@@ -160,7 +161,7 @@ class DataParallelOptimizer(WrappedOptimizer, Joinable):
             )
             description = {
                 **asdict(policy),
-                "clip_grad_norm": repr(self._max_norm),
+                "clip_grad_norm": repr(self.clip_grad_norm),
                 "optimizer_class": f"{type(inner).__module__}.{type(inner).__qualname__}",
                 **self._describe_parameters(0),
             }
@@ -195,7 +196,7 @@ class DataParallelOptimizer(WrappedOptimizer, Joinable):
         )
         self.grad_norm: torch.Tensor | None = None
         self._policy = policy
-        self._max_norm = max_norm
+        self.clip_grad_norm = max_norm
         self._names = names
         self._connection = communicator
         self._times = StepTimes()
@@ -214,6 +215,7 @@ class DataParallelOptimizer(WrappedOptimizer, Joinable):
             policy,
             self._times,
             WeakMethod(self._announce_backward),
+            WeakMethod(self._require_unchanged),
         )
         self._parameters = list(dict.fromkeys(all_parameters(inner.param_groups)))
         self._refuse(self._parameters)
@@ -319,6 +321,7 @@ class DataParallelOptimizer(WrappedOptimizer, Joinable):
                 "optimizer number": self._number,
                 "steps taken (one less where an exception ended one)": self._steps_taken(),
                 "in skip_synchronize()": self._skips_synchronize,
+                "clip_grad_norm": repr(self.clip_grad_norm),
                 **describe_options(self.param_groups),
             },
             problem,
@@ -337,7 +340,7 @@ class DataParallelOptimizer(WrappedOptimizer, Joinable):
                 self._clip_()
             loss = self._step_inner(closure and self._synchronised(closure), kwargs)
         self._num_steps += 1
-        self._times.num_steps += 1
+        self._times.count_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -385,7 +388,7 @@ class DataParallelOptimizer(WrappedOptimizer, Joinable):
         self._gradients.backward_pass.remove()
 
     def _clip_(self) -> None:
-        if self._max_norm is None:
+        if self.clip_grad_norm is None:
             return
         counted, everything = self._gradients.counted_and_all()
         doubles = any(p.dtype.to_real() is torch.float64 for p in self._parameters)
@@ -396,7 +399,7 @@ class DataParallelOptimizer(WrappedOptimizer, Joinable):
             self._parameters[0].device,
             torch.float64 if doubles else torch.float32,
         )
-        clip_by_norm_(everything, self.grad_norm, self._max_norm, error_if_nonfinite=False)
+        clip_by_norm_(everything, self.grad_norm, self.clip_grad_norm, error_if_nonfinite=False)
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure on all ranks' batches, as far as the inner optimizer can tell."""
@@ -565,7 +568,7 @@ class DataParallelOptimizer(WrappedOptimizer, Joinable):
         return {
             "optim": self.optim,
             "policy": self._policy,
-            "max_norm": self._max_norm,
+            "max_norm": self.clip_grad_norm,
             "names": self._names,
         }
 
@@ -667,13 +670,18 @@ class DataParallelOptimizer(WrappedOptimizer, Joinable):
             for group in self.param_groups
         ]
 
+    def _require_unchanged(self) -> None:
+        replaced = self._watch.find_replaced(self.param_groups)
+        if replaced is not None:
+            raise replaced
+
     def _find_problem(self) -> Exception | None:
         if not same_members(self.param_groups, self._members):
             return RuntimeError(
                 "the parameters in param_groups are no longer those that the optimizer was built "
                 "with; add some with add_param_group(), and build a new optimizer to take some away"
             )
-        return self._watch.find_replaced(self._named_groups()) or self._gradients.find_unfinished()
+        return self._watch.find_replaced(self.param_groups) or self._gradients.find_unfinished()
 
     def _require_rank(self, call: str, rank: Any) -> None:
         world_size = self._communicator.members.world_size

@@ -16,8 +16,8 @@ from tensorplay.distributed.optim._core.ranks import GroupRank
 CAPACITY_BYTES = 25 * 1024 * 1024
 """Of a bucket at most: the same as DDP's, large enough to fill any link."""
 
-ALONE_BYTES = 512 * 1024
-"""Of a parameter whose gradient is sent from its own memory: copying it would take longer."""
+ALONE_BYTES = 4 * 1024 * 1024
+"""Of a parameter whose gradient is sent from its own memory; smaller ones would be many messages."""
 
 
 @dataclass(frozen=True)

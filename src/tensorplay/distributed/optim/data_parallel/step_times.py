@@ -62,6 +62,10 @@ class StepTimes:
         self._since = 0.0
         self._begun: dict[str, tuple[float, float]] = {}
 
+    def count_step(self) -> None:
+        """One more step."""
+        self.num_steps += self.is_on
+
     def begin(self, phase: str) -> None:
         """A phase begins."""
         if self.is_on:
