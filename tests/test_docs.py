@@ -22,9 +22,10 @@ from tests.reference.training import require_equal, values_of
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 README = PAGE.parents[1] / "README.md"
 
-TORCH, PLAIN, FAIRSCALE, LOADING = (
+TORCH, PLAIN, WITHOUT_DDP, FAIRSCALE, LOADING = (
     "From torch's class",
     "From the plain optimizer",
+    "Without DDP",
     "From fairscale's `OSS`",
     "Loading a checkpoint",
 )
@@ -66,6 +67,7 @@ CONSTRUCTION, SAVING, LOAD = "optimizer = ", "torch.save(state", 'torch.load("ch
 def test_the_tests_below_run_every_block() -> None:
     run = {block(s, what) for s in (TORCH, PLAIN, FAIRSCALE) for what in (CONSTRUCTION, SAVING)}
     run |= {block(TORCH, "Join"), block(FAIRSCALE, "clip_grad_norm_")}
+    run |= {block(WITHOUT_DDP, CONSTRUCTION), block(WITHOUT_DDP, "full_grad")}
     run |= {block(LOADING, LOAD), block(LOADING, "detach_copy")}
     assert set(blocks()) == run
 
@@ -203,6 +205,22 @@ def _clipping() -> None:
 
 def test_clipping() -> None:
     run_ranks(2, _clipping)
+
+
+def _without_ddp() -> None:
+    plain = Script(block(WITHOUT_DDP, CONSTRUCTION).before())
+    new = Script(block(WITHOUT_DDP, CONSTRUCTION).after())
+    plain.train(0)
+    new.train(0)
+    require_equal(plain.values(), new.values())
+    gradients = block(WITHOUT_DDP, "full_grad")
+    plain.run(gradients.before())
+    new.run(gradients.after())
+    torch.testing.assert_close(new.names["gradient"], plain.names["gradient"])
+
+
+def test_without_ddp() -> None:
+    run_ranks(2, _without_ddp)
 
 
 def _part_of_the_model() -> None:
