@@ -92,6 +92,22 @@ def bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     return bound
 
 
+class SameGroupsOptimizer(WrappedOptimizer):
+    """One that holds the same parameters as the inner optimizer, so that the groups are its own too."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's groups, live."""
+        return self.optim.param_groups if "optim" in self.__dict__ else self.__dict__["_groups"]
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        if "optim" in self.__dict__:
+            self.optim.param_groups = value
+        else:
+            self.__dict__["_groups"] = value
+
+
 def canonical_groups(params: Any) -> list[dict[str, Any]]:
     """Turns any form of ``params`` that ``torch.optim`` takes into fresh group dicts of lists.
 

@@ -32,7 +32,7 @@ from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.replication import replicate_
 from tensorplay.distributed.optim._core.state_dicts import clone, require_fit
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
-    WrappedOptimizer,
+    SameGroupsOptimizer,
     all_parameters,
     canonical_group,
     options_of,
@@ -64,7 +64,7 @@ _last_number = 0
 """Of the optimizers made in this process; their ranks agree on it."""
 
 
-class DataParallelOptimizer(WrappedOptimizer, Joinable):
+class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
     """Averages the gradients of all ranks in backward, and lets any optimizer step on them.
 
     Every rank has all parameters, and its own batch. When the outermost ``backward()`` returns,
@@ -227,18 +227,6 @@ class DataParallelOptimizer(WrappedOptimizer, Joinable):
         self._watch = MetadataWatch(self._parameters)
         self._gradients.number = self._number
         self._gradients.add(self._parameters, self._plan.specs, self._plan.layouts[num_layouts:])
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups, live."""
-        return self.optim.param_groups if "optim" in self.__dict__ else self.__dict__["_groups"]
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        if "optim" in self.__dict__:
-            self.optim.param_groups = value
-        else:
-            self.__dict__["_groups"] = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, which get rank 0's values. Every rank must call it.

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
-    WrappedOptimizer,
+    SameGroupsOptimizer,
     all_parameters,
     canonical_group,
 )
@@ -36,7 +36,7 @@ class Averager(Protocol):
         """Counts a step, and averages if it is time."""
 
 
-class PostLocalSGDOptimizer(WrappedOptimizer, Joinable):
+class PostLocalSGDOptimizer(SameGroupsOptimizer, Joinable):
     r"""Lets each rank run its own optimizer, and an averager replace parameters by their mean.
 
     This is `post-local SGD <https://arxiv.org/abs/1808.07217>`_. During a warm-up, gradients are
@@ -128,18 +128,6 @@ class PostLocalSGDOptimizer(WrappedOptimizer, Joinable):
         self.buffers: list[torch.Tensor] = parts["buffers"]
         self.buffer_averager: ScheduledAverager | None = parts["buffer_averager"]
         self.state_averager: ScheduledAverager | None = parts["state_averager"]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups, live."""
-        return self.optim.param_groups if "optim" in self.__dict__ else self.__dict__["_groups"]
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        if "optim" in self.__dict__:
-            self.optim.param_groups = value
-        else:
-            self.__dict__["_groups"] = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the local optimizer; every rank must, before its next :meth:`step`.
