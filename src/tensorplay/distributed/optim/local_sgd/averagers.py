@@ -125,8 +125,8 @@ class ScheduledAverager(ModelAverager):
 
         Unlike torch's, it averages the same set on every rank, whether or not a parameter has got a
         gradient there: every tensor of a floating or complex type, but not parameters that have
-        never required a gradient. They keep storage, strides and views; up to 25 MB of other memory
-        are used, or twice the largest tensor that isn't dense.
+        never required a gradient. They keep storage, strides and views. Up to 25 MB of other memory
+        are used, more only for tensors that have gaps and are larger than 12 MB.
 
         Args:
             params: the parameters of a model, param groups of an optimizer, or any tensors
