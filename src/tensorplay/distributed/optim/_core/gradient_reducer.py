@@ -74,6 +74,9 @@ class GradientReducer:
         num_kept: how many flat buffers stay allocated between passes.
     """
 
+    _tells_finiteness = True
+    """Whether :meth:`_conclude` needs to know which averages are finite."""
+
     def __init__(
         self,
         communicator: Communicator,
@@ -382,7 +385,12 @@ class GradientReducer:
             ) from error
         finite = None
         if transfer.contributions and transfer.destination is not None:
-            finite = average_(transfer.destination, transfer.contributions, self.divisor)
+            finite = average_(
+                transfer.destination,
+                transfer.contributions,
+                self.divisor,
+                tell_finiteness=self._tells_finiteness,
+            )
         if transfer.is_last:
             self._show(transfer, used)
         return finite
