@@ -210,14 +210,10 @@ class ClippedInStep(Trainer):
         self.optimizer.clip_grad_norm = max_norm  # type: ignore[attr-defined]
 
 
-def _tensorplay_data_parallel(**options: Any) -> Callable[[nn.Module], Trainer]:
-    def build(module: nn.Module) -> Trainer:
-        from tensorplay.distributed.optim import DistributedOptimizer
+def _tensorplay_data_parallel(module: nn.Module) -> Trainer:
+    from tensorplay.distributed.optim import DistributedOptimizer
 
-        optimizer = DistributedOptimizer(AdamW, module.parameters(), **options, **FUSED)
-        return ClippedInStep(module, optimizer)
-
-    return build
+    return ClippedInStep(module, DistributedOptimizer(AdamW, module.parameters(), **FUSED))
 
 
 class FullyShardedTrainer(Trainer):
@@ -294,14 +290,7 @@ CANDIDATES = {
             "data-parallel",
             "tensorplay DistributedOptimizer",
             "tensorplay",
-            _tensorplay_data_parallel(),
-            is_exact=False,
-        ),
-        Candidate(
-            "data-parallel-bf16",
-            "tensorplay DistributedOptimizer, bf16",
-            "tensorplay",
-            _tensorplay_data_parallel(compression="bf16"),
+            _tensorplay_data_parallel,
             is_exact=False,
         ),
         Candidate("fsdp2", "FSDP2", "torch", _fsdp2, is_exact=False),
