@@ -59,6 +59,27 @@ optimizer = PostLocalSGDOptimizer(
 )
 """
 
+ARTICLE_STEPS = """
+import tensorplay.distributed as dist
+import tensorplay
+
+dist.init_process_group(backend='nccl', init_method='env://')
+tensorplay.cuda.set_device(dist.get_rank())
+
+import tensorplay.nn as nn
+
+model = nn.Linear(100, 10).cuda()
+
+from tensorplay.distributed.optim import DistributedOptimizer
+from tensorplay.distributed.optim.functional_adam import functional_adam
+
+optimizer = DistributedOptimizer(
+    optim=tensorplay.optim.Adam,
+    params=model.parameters(),
+    named_parameters=dict(model.named_parameters())
+)
+"""
+
 TRAINING_STEP = """
 features = model.in_features
 model(tensorplay.ones(2, features)).sum().backward()
@@ -102,6 +123,33 @@ def _run_post_local_sgd() -> int:
 
 def test_the_package_page_runs_post_local_sgd() -> None:
     assert run_ranks(2, _run_post_local_sgd) == [1, 1]
+
+
+def _run_replicated() -> tuple[int, list[float]]:
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    names: dict[str, object] = {}
+    exec(on_cpu(ARTICLE_STEPS) + TRAINING_STEP, names)  # noqa: S102 - the test
+    optimizer = names["optimizer"]
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    (weight, _) = optimizer.param_groups[0]["params"]
+    return sum(parameter.numel() for parameter in optimizer.state), weight[0, :5].tolist()
+
+
+def test_the_article_averages_gradients() -> None:
+    first, second = run_ranks(2, _run_replicated)
+    assert first == second
+    assert first[0] == 100 * 10 + 10
+
+
+def test_the_article_without_a_process_group_is_plain_adam() -> None:
+    numel, weight = _run_replicated()
+    assert numel == 100 * 10 + 10
+    torch.manual_seed(0)
+    model = torch.nn.Linear(100, 10)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 100)).sum().backward()
+    optimizer.step()
+    assert model.weight[0, :5].tolist() == weight
 
 
 def _import_without_group() -> None:

@@ -25,7 +25,6 @@ FUSED: dict[str, Any] = {**ADAMW, "fused": True}
 
 KERNEL_TOLERANCE = 1e-6
 NORM_TOLERANCE = 3e-5
-COMPRESSION_TOLERANCE = 1e-3
 
 
 class Trainer:
@@ -217,14 +216,10 @@ class ClippedInStep(Trainer):
         self.optimizer.clip_grad_norm = max_norm  # type: ignore[attr-defined]
 
 
-def _tensorplay_data_parallel(**options: Any) -> Callable[[nn.Module], Trainer]:
-    def build(module: nn.Module) -> Trainer:
-        from tensorplay.distributed.optim import DistributedOptimizer
+def _tensorplay_data_parallel(module: nn.Module) -> Trainer:
+    from tensorplay.distributed.optim import DistributedOptimizer
 
-        optimizer = DistributedOptimizer(AdamW, module.parameters(), **options, **FUSED)
-        return ClippedInStep(module, optimizer)
-
-    return build
+    return ClippedInStep(module, DistributedOptimizer(AdamW, module.parameters(), **FUSED))
 
 
 class FullyShardedTrainer(Trainer):
@@ -302,17 +297,9 @@ CANDIDATES = {
             "data-parallel",
             "tensorplay DistributedOptimizer",
             "tensorplay",
-            _tensorplay_data_parallel(),
+            _tensorplay_data_parallel,
             is_exact=False,
             tolerance=NORM_TOLERANCE,
-        ),
-        Candidate(
-            "data-parallel-bf16",
-            "tensorplay DistributedOptimizer, bf16",
-            "tensorplay",
-            _tensorplay_data_parallel(compression="bf16"),
-            is_exact=False,
-            tolerance=COMPRESSION_TOLERANCE,
         ),
         Candidate("fsdp2", "FSDP2", "torch", _fsdp2, is_exact=False, tolerance=NORM_TOLERANCE),
         Candidate(UNCLIPPED_REFERENCE, "DDP, no clipping", "DDP", _ddp(FUSED), clips=False),

@@ -159,11 +159,13 @@ class PackedGradients:
 
     def whole(self, start: int, end: int) -> torch.Tensor | None:
         """See :class:`GradientBucket`; the padding holds zeros."""
-        places = [
-            place
-            for place, slot in enumerate(self.layout.slots)
-            if start <= slot.offset and slot.offset + slot.numel <= end
-        ]
+        places: Sequence[int] = range(len(self.layout.slots))
+        if start or end < self.layout.numel:
+            places = [
+                place
+                for place, slot in enumerate(self.layout.slots)
+                if start <= slot.offset and slot.offset + slot.numel <= end
+            ]
         if self._flat is None or any(
             self._members[place][1].grad is not self._views[place] for place in places
         ):

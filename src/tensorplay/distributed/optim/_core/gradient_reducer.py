@@ -68,6 +68,9 @@ class GradientReducer:
         num_kept: how many flat buffers stay allocated between passes.
     """
 
+    _tells_finiteness = True
+    """Whether :meth:`_conclude` needs to know which averages are finite."""
+
     def __init__(
         self,
         communicator: Communicator,
@@ -449,7 +452,12 @@ class GradientReducer:
             ) from error
         finite = None
         if transfer.contributions and transfer.destination is not None:
-            finite = average_(transfer.destination, transfer.contributions, self.divisor)
+            finite = average_(
+                transfer.destination,
+                transfer.contributions,
+                self.divisor,
+                tell_finiteness=self._tells_finiteness,
+            )
         return finite
 
     def show(self, transfer: Transfer, used: set[int]) -> None:

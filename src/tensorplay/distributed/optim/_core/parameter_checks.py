@@ -65,7 +65,8 @@ def refuse_unsendable(
             raise ValueError(
                 f"parameter {name_of(parameter, groups)} is on {parameter.device}, for which the "
                 f"process group has no backend ({communicator.describe_backend()}); move the model "
-                "to a device that it has, or initialise the group with a backend for "
+                "to a device that it has (on GPUs: torch.cuda.set_device(local_rank), then "
+                "model.to(torch.cuda.current_device())), or initialise the group with a backend for "
                 f"{parameter.device.type!r}"
             )
 

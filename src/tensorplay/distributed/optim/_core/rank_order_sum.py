@@ -12,8 +12,12 @@ _LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 
 
 def average_(
-    destination: torch.Tensor, contributions: Sequence[torch.Tensor], divisor: float
-) -> torch.Tensor:
+    destination: torch.Tensor,
+    contributions: Sequence[torch.Tensor],
+    divisor: float,
+    *,
+    tell_finiteness: bool = True,
+) -> torch.Tensor | None:
     """Writes the sum of ``contributions``, in their order, divided by ``divisor``.
 
     16-bit floats are summed and divided in float32, or in a wider type of ``destination``, and
@@ -24,16 +28,19 @@ def average_(
         contributions: ``(numel,)`` each, of the same dtype or a narrower one; the first is used as
             scratch memory.
         divisor: usually the number of ranks.
+        tell_finiteness: whether to look at what was written.
 
     Returns:
-        A scalar that is finite if and only if all elements written are.
+        A scalar that is finite if and only if all elements written are; ``None`` if not asked for.
     """
     squares = []
     for target, parts in _chunks(destination, contributions):
         _average_chunk_(target, parts, divisor)
-        if target.device.type == "cpu":
+        if tell_finiteness and target.device.type == "cpu":
             real = _real(target)
             squares.append(torch.dot(real, real))  # reads a cache, unlike a pass over everything
+    if not tell_finiteness:
+        return None
     if squares:
         total = torch.stack(squares).sum()
         if total.isfinite():

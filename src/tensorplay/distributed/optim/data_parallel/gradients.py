@@ -43,7 +43,7 @@ class AveragedEverywhere(GradientReducer):
         policy: how.
         times: learns how long backward passes and reductions take.
         announce: refers to what is called before backward reduces.
-        check: refers to what is called when a pass begins; it may raise.
+        check: refers to what raises if a parameter has been replaced.
 
     Attributes:
         divides_by_world_size: whether ranks that have joined count as having contributed zeros.
@@ -91,17 +91,24 @@ class AveragedEverywhere(GradientReducer):
     def divide_among(self, active: Sequence[GroupRank]) -> None:
         """Notes which ranks have inputs: these may be the divisor."""
         num_all = self._communicator.members.world_size
-        self.divisor = self._policy.divisor(num_all if self.divides_by_world_size else len(active))
+        num_ranks = num_all if self.divides_by_world_size else len(active)
+        self.divisor = self._policy.divisor(num_ranks) if num_all > 1 else 1
+        self._sparse_divisor = num_ranks if self._policy.op == "average" else 1
+
+    _tells_finiteness = False  # every rank sees all averages
 
     # Backward passes
 
     def begin(self) -> None:
         """See :class:`BackwardObserver`."""
-        if (check := self._check()) is not None:
-            check()
         self._num_passes += 1
         self._times.begin("backward")
-        super().begin()
+        try:
+            super().begin()
+        except RuntimeError:  # a gradient can't be what it was to be: let us say why, if we know
+            if (check := self._check()) is not None:
+                check()
+            raise
 
     def end(self) -> None:
         """See :class:`BackwardObserver`."""
@@ -177,21 +184,20 @@ class AveragedEverywhere(GradientReducer):
         return _SPARSE if gradient.is_sparse else _DENSE
 
     def _find_unreducible(self) -> Exception | None:
-        for index, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is not None and gradient.layout not in {torch.strided, torch.sparse_coo}:
+        for index, layout in self.backward_pass.layouts.items():
+            if layout is not torch.sparse_coo:
                 return TypeError(
-                    f"the gradient of parameter {index} has layout {gradient.layout}; only dense and "
-                    "COO gradients can be averaged"
+                    f"the gradient of parameter {index} has layout {layout}; only dense and COO "
+                    "gradients can be averaged"
                 )
         return None
 
     def _payload(self, local: torch.Tensor) -> torch.Tensor:
+        if self._communicator.members.world_size == 1:  # nothing travels, nor is divided
+            return local
         factor = self._policy.gradient_predivide_factor
         if factor != 1:
             local.div_(factor)
-        if self._communicator.members.world_size == 1:  # nothing travels
-            return local
         return local.to(self._policy.wire_dtype(local.dtype))
 
     def _result(
@@ -249,7 +255,7 @@ class AveragedEverywhere(GradientReducer):
                 self._communicator,
                 [self.parameters[index] for index in own],
                 list(own.values()),
-                self.divisor * self._policy.gradient_predivide_factor,
+                self._sparse_divisor,  # sparse gradients aren't predivided
             )
             for index, average in zip(own, averages, strict=True):
                 self._show_average(index, average)

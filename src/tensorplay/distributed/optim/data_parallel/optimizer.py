@@ -426,6 +426,7 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
         """
         return (
             not self.optim.state
+            and not self._gradients.has_unreduced()  # averages are zero on all ranks, or on none
             and all("lr" in group and not group["lr"] for group in self.param_groups)
             and all(
                 parameter.grad is not None and not parameter.grad.any()
@@ -479,7 +480,8 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
     def check_replicas(self) -> ReplicaDifference | None:
         """Compares parameters and optimizer state of all ranks, bit for bit.
 
-        Every rank must call it. It reads all of them once, and sends a few bytes for each.
+        Every rank must call it, so not inside ``Join``. It reads all of them once, and sends a few
+        bytes for each.
 
         Returns:
             ``None`` if all ranks agree, else where they differ first; the same on every rank.
