@@ -1,4 +1,4 @@
-"""Ranks that stay for all tests of this folder."""
+"""Ranks that stay for all tests that ask for them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
