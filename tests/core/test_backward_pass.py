@@ -31,6 +31,9 @@ class Log:
         assert not self.backward_pass.is_open
         self.events.append([n for n, p in enumerate(self.parameters) if p.grad is not None])
 
+    def receive_sparse(self, index: int) -> None:
+        self.events.append(f"sparse {index}")
+
     def abandon(self) -> None:
         self.events.append("abandon")
 
@@ -181,6 +184,7 @@ def test_sparse_gradients_are_noted() -> None:
     log = Log([weight])
     nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
     assert log.backward_pass.layouts == {0: torch.sparse_coo}
+    assert log.events == ["begin", "sparse 0", [0]]
     weight.grad = None
     weight.sum().backward()
     assert log.backward_pass.layouts == {}
