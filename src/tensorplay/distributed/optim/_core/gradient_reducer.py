@@ -387,7 +387,11 @@ class GradientReducer:
                 continue
             for transfer in self.launch(bucket):
                 in_flight.append(transfer)
-                if len(in_flight) == NUM_IN_FLIGHT:
+                # A bucket of one parameter occupies one direction of a link: several fill both.
+                while (
+                    len(in_flight) >= NUM_IN_FLIGHT
+                    and sum(each.local.nbytes for each in in_flight) > self._capacity_bytes
+                ):
                     yield in_flight.popleft()
         yield from in_flight
 
