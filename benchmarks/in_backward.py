@@ -140,7 +140,7 @@ def main(argv: list[str]) -> None:
     # Recorded, because torch switches the filter off before it warns of what it deprecates.
     with warnings.catch_warnings(record=True):
         try:
-            from torch.distributed.optim import _apply_optimizer_in_backward  # noqa: F401
+            from torch.distributed.optim import _apply_optimizer_in_backward  # noqa: F401 - imported to see whether it is there
         except ImportError as error:  # private: it may go
             print(f"torch's own is left out: {error}")
             names.remove(TORCHS)

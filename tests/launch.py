@@ -156,9 +156,9 @@ def _collect(
         if not ready:
             break
         for reader in ready:
-            rank = waiting.pop(reader)  # type: ignore[arg-type]
+            rank = waiting.pop(reader)  # type: ignore[arg-type] # the test passes what the types don't allow, or a wrapper
             try:
-                ok, payload = pickle.loads(reader.recv_bytes())  # type: ignore[union-attr]
+                ok, payload = pickle.loads(reader.recv_bytes())  # type: ignore[union-attr] # mypy takes it for any attribute of a module
             except EOFError:
                 ok, payload = False, "the process died without a word"
             if ok:

@@ -64,7 +64,7 @@ def test_a_models_state_dict_keeps_its_type_and_metadata() -> None:
     state = make_model().state_dict()
     copied = detach_copy(state)
     assert type(copied) is OrderedDict
-    assert copied._metadata == state._metadata  # type: ignore[attr-defined]
+    assert copied._metadata == state._metadata  # type: ignore[attr-defined] # mypy can't see that it has this
     require_equal(dict(state), dict(copied))
     make_model(seed=1).load_state_dict(copied)
 

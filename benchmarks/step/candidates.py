@@ -193,7 +193,7 @@ class ShardedGradients(Trainer):
 
     def clip_(self, max_norm: float) -> None:
         """Clips the owned gradients by the norm of all."""
-        self.optimizer.clip_grad_norm_(max_norm)  # type: ignore[attr-defined]
+        self.optimizer.clip_grad_norm_(max_norm)  # type: ignore[attr-defined] # mypy can't see that it has this
 
 
 def _tensorplay_sharded(**options: Any) -> Callable[[nn.Module], Trainer]:
@@ -213,7 +213,7 @@ class ClippedInStep(Trainer):
 
     def clip_(self, max_norm: float) -> None:
         """From the next step on."""
-        self.optimizer.clip_grad_norm = max_norm  # type: ignore[attr-defined]
+        self.optimizer.clip_grad_norm = max_norm  # type: ignore[attr-defined] # mypy can't see that it has this
 
 
 def _tensorplay_data_parallel(module: nn.Module) -> Trainer:
@@ -228,11 +228,11 @@ class FullyShardedTrainer(Trainer):
     def clip_(self, max_norm: float) -> None:
         """Clips, and waits for the norm, which is a distributed tensor."""
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
-        norm.full_tensor()  # type: ignore[operator]
+        norm.full_tensor()  # type: ignore[operator] # mypy takes it for a plain tensor or module
 
     def full_parameters(self) -> list[Tensor]:
         """Gathered from all ranks."""
-        return [p.detach().full_tensor() for p in self.module.parameters()]  # type: ignore[operator]
+        return [p.detach().full_tensor() for p in self.module.parameters()]  # type: ignore[operator] # mypy takes it for a plain tensor or module
 
     def state_nbytes(self) -> int:
         """Of the local parts."""

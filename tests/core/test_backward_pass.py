@@ -85,7 +85,7 @@ def test_reentrant_checkpoints_are_one_pass(depth: int) -> None:
     def nested(x: torch.Tensor, level: int) -> torch.Tensor:
         if level == 0:
             return torch.tanh(x * a) * b
-        return checkpoint(nested, x, level - 1, use_reentrant=True) * a  # type: ignore[no-any-return]
+        return checkpoint(nested, x, level - 1, use_reentrant=True) * a  # type: ignore[no-any-return] # torch leaves it untyped
 
     x = torch.ones(2, requires_grad=True)
     with warnings.catch_warnings():
@@ -170,7 +170,7 @@ def test_a_missing_gradient_does_not_count() -> None:
             return values[0] + values[1]
 
         @staticmethod
-        def backward(_: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        def backward(_: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override] # the base class leaves it untyped or wider
             return None, gradient
 
     (a, b, _), log = make()

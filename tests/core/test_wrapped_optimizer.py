@@ -97,7 +97,7 @@ def test_a_hook_may_replace_the_arguments_of_the_inner_step() -> None:
 @pytest.mark.parametrize("hooked", [False, True])
 def test_the_inner_step_gets_closure_and_arguments_and_returns_its_value(hooked: bool) -> None:
     class Scaled(SGD):
-        def step(self, closure: Any = None, *, scale: int = 1) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None, *, scale: int = 1) -> Any:  # type: ignore[override] # the base class leaves it untyped or wider
             return closure() * scale
 
     wrapper = Wrapper([parameter()], Scaled, lr=0.1)
@@ -108,7 +108,7 @@ def test_the_inner_step_gets_closure_and_arguments_and_returns_its_value(hooked:
 
 def test_a_patched_step_of_the_inner_optimizer_is_called() -> None:
     wrapper = Wrapper([parameter()], SGD, lr=0.1)
-    wrapper.optim.step = lambda: "patched"  # type: ignore[method-assign,assignment,misc]
+    wrapper.optim.step = lambda: "patched"  # type: ignore[method-assign,assignment,misc] # replaced for the test
     assert wrapper.step() == "patched"
 
 

@@ -279,7 +279,7 @@ class _Slower(torch.optim.AdamW):
 
 
 class _Otherwise(torch.optim.Adam):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # the base class leaves it untyped or wider
         raise NotImplementedError
 
 

@@ -141,7 +141,7 @@ def test_init_with_the_options_makes_all_that_update_returns(variant: Variant) -
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_parameter_without_gradient_keeps_its_state_and_step(name: str) -> None:
     params, grads = make_params(torch.float64), make_grads(3, torch.float64)
-    grads[1][0] = None  # type: ignore[call-overload]
+    grads[1][0] = None  # type: ignore[call-overload] # a list of tensors that may hold None
     expected = clone(params)
     optimizer = CLASSES[name](expected)
     for of_step in grads:

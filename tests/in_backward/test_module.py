@@ -100,7 +100,7 @@ def test_parameters_that_load_state_dict_assigns_inherit_state_and_hooks(
     assert get_in_backward_optimizers(net) == others
     assert all(p.grad is None for p in net.parameters())
     others[0].remove()
-    assert not any(p._post_accumulate_grad_hooks for p in net[2].parameters())  # type: ignore[attr-defined]
+    assert not any(p._post_accumulate_grad_hooks for p in net[2].parameters())  # type: ignore[attr-defined] # mypy can't see that it has this
 
 
 def test_a_replaced_parameter_raises_at_the_next_forward() -> None:
@@ -158,14 +158,14 @@ def test_functional_call_with_other_tensors_is_no_replacement() -> None:
     *plain, net, _ = twins = make_twins()
     other = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
     functional_call(net, other, (batch(0),))
-    train_plain(*plain)  # type: ignore[misc]
+    train_plain(*plain)  # type: ignore[misc] # mypy can't check what is unpacked or optional here
     train_inside(net)
     require_twins_equal(*twins)
 
 
 def test_evaluation_between_forward_and_backward_changes_nothing() -> None:
     *plain, net, _ = twins = make_twins()
-    train_plain(*plain)  # type: ignore[misc]
+    train_plain(*plain)  # type: ignore[misc] # mypy can't check what is unpacked or optional here
     for step in range(4):
         loss = loss_of(net, batch(step))
         with torch.no_grad():
@@ -176,8 +176,8 @@ def test_evaluation_between_forward_and_backward_changes_nothing() -> None:
 
 def test_a_compiled_model() -> None:
     *plain, net, _ = twins = make_twins()
-    train_plain(torch.compile(plain[0], backend="eager"), plain[1])  # type: ignore[arg-type]
+    train_plain(torch.compile(plain[0], backend="eager"), plain[1])  # type: ignore[arg-type] # the test passes what the types don't allow, or a wrapper
     compiled = torch.compile(net, backend="eager")
     for step in range(4):
-        loss_of(compiled, batch(step)).backward()  # type: ignore[arg-type]
+        loss_of(compiled, batch(step)).backward()  # type: ignore[arg-type] # the test passes what the types don't allow, or a wrapper
     require_twins_equal(*twins)

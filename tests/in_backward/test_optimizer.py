@@ -50,7 +50,7 @@ def test_accumulation_over_micro_batches() -> None:
 
 def test_gradients_dropped_by_zero_grad_are_not_used() -> None:
     *plain, net, inside = twins = make_twins()
-    train_plain(*plain)  # type: ignore[misc]
+    train_plain(*plain)  # type: ignore[misc] # mypy can't check what is unpacked or optional here
     with inside.accumulate():
         loss_of(net, batch(7)).backward()
     inside.zero_grad()
@@ -60,7 +60,7 @@ def test_gradients_dropped_by_zero_grad_are_not_used() -> None:
 
 def test_clipping_by_value() -> None:
     *plain, net, _ = twins = make_twins(clip_value=1e-3)
-    train_plain(*plain, clip=lambda parameters: utils.clip_grad_value_(parameters, 1e-3))  # type: ignore[misc]
+    train_plain(*plain, clip=lambda parameters: utils.clip_grad_value_(parameters, 1e-3))  # type: ignore[misc] # mypy can't check what is unpacked or optional here
     train_inside(net)
     require_twins_equal(*twins)
 
@@ -71,7 +71,7 @@ def test_clipping_by_the_norm_of_each_parameter() -> None:
             utils.clip_grad_norm_([parameter], 1e-2)
 
     *plain, net, _ = twins = make_twins(clip_parameter_norm=1e-2)
-    train_plain(*plain, clip=clip)  # type: ignore[misc]
+    train_plain(*plain, clip=clip)  # type: ignore[misc] # mypy can't check what is unpacked or optional here
     train_inside(net)
     require_twins_equal(*twins)
 
@@ -115,7 +115,7 @@ def test_clipping_by_the_norm_of_the_previous_backward_and_resuming() -> None:
 
 def test_clipping_by_the_norm_of_all_gradients_in_two_passes() -> None:
     *plain, net, inside = make_twins(torch.optim.SGD, {"lr": 0.5, "momentum": 0.5})
-    train_plain(*plain, clip=lambda parameters: utils.clip_grad_norm_(parameters, 0.1))  # type: ignore[misc]
+    train_plain(*plain, clip=lambda parameters: utils.clip_grad_norm_(parameters, 0.1))  # type: ignore[misc] # mypy can't check what is unpacked or optional here
     for step in range(4):
         draws = []
 
@@ -153,7 +153,7 @@ def test_clipping_after_backward_says_why_it_cannot() -> None:
 
 def test_step_explains_itself_once() -> None:
     *plain, net, inside = twins = make_twins()
-    train_plain(*plain)  # type: ignore[misc]
+    train_plain(*plain)  # type: ignore[misc] # mypy can't check what is unpacked or optional here
     with pytest.warns(UserWarning, match=r"step\(\) does nothing"):
         inside.step()
     for step in range(4):
@@ -208,7 +208,7 @@ def test_state_dicts_move_to_and_from_the_plain_optimizer(into: str) -> None:
 
 def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
     *plain, net, inside = twins = make_twins()
-    train_plain(*plain)  # type: ignore[misc]
+    train_plain(*plain)  # type: ignore[misc] # mypy can't check what is unpacked or optional here
     train_inside(net, 2)
     with pytest.raises(ValueError, match="doesn't match"):
         inside.load_state_dict(torch.optim.AdamW([nn.Parameter(torch.ones(2))]).state_dict())

@@ -154,7 +154,7 @@ def test_freezing_and_thawing() -> None:
         for each in (plain[0], net):
             each.frozen.requires_grad_(not frozen[0])
             each.inner.requires_grad_(not frozen[1])
-        train_plain(*plain, steps=2)  # type: ignore[misc]
+        train_plain(*plain, steps=2)  # type: ignore[misc] # mypy can't check what is unpacked or optional here
         train_inside(net, steps=2)
     require_twins_equal(*twins)
 
@@ -203,7 +203,7 @@ class Couples(Optimizer):
         super().__init__(params, {"lr": lr, "largest": 0.0})
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override] # the base class leaves it untyped or wider
         for group in self.param_groups:
             grads = [p.grad for p in group["params"] if p.grad is not None]
             group["largest"] = max([0.0, *(float(g.abs().sum()) for g in grads)])
@@ -220,7 +220,7 @@ def test_what_depends_on_all_gradients_raises(bucket_nbytes: int) -> None:
 
 def test_from_another_thread() -> None:
     *plain, net, _ = twins = make_twins(use="reentrant")
-    train_plain(*plain)  # type: ignore[misc]
+    train_plain(*plain)  # type: ignore[misc] # mypy can't check what is unpacked or optional here
     thread = threading.Thread(target=train_inside, args=(net,))
     thread.start()
     thread.join()

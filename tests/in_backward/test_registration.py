@@ -94,7 +94,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="LBFGS can't be stepped inside backward: its search"):
         apply_optimizer_in_backward(torch.optim.LBFGS, net.parameters(), {})
     with pytest.raises(TypeError, match="must be a class"):
-        apply_optimizer_in_backward(SGD(net.parameters()), net.parameters(), {})  # type: ignore[arg-type]
+        apply_optimizer_in_backward(SGD(net.parameters()), net.parameters(), {})  # type: ignore[arg-type] # the test passes what the types don't allow, or a wrapper
     with pytest.raises(ValueError, match="Invalid learning rate"):
         apply_optimizer_in_backward(SGD, net.parameters(), {"lr": -1.0})
     with pytest.raises(ValueError, match="empty parameter list"):
@@ -110,7 +110,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="not clip_value and clip_previous_norm"):
         apply_optimizer_in_backward(SGD, net.parameters(), {}, clip_value=1, clip_previous_norm=1)
     assert get_in_backward_optimizers(net) == []
-    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())  # type: ignore[attr-defined]
+    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())  # type: ignore[attr-defined] # mypy can't see that it has this
 
 
 def test_the_callers_dicts_stay_the_callers() -> None:
@@ -145,7 +145,7 @@ def test_remove_leaves_a_plain_optimizer_and_the_parameters_as_they_were() -> No
     inside.remove()
     assert {name: dict(vars(p)) for name, p in net.named_parameters()} == before
     assert {name: list(m._forward_pre_hooks) for name, m in net.named_modules()} == modules
-    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())  # type: ignore[attr-defined]
+    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())  # type: ignore[attr-defined] # mypy can't see that it has this
     loss_of(net, batch(0)).backward()
     assert net.scale.grad is not None
     value = net.scale.item()

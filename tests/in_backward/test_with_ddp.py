@@ -90,7 +90,7 @@ def _special_models() -> None:
     for wrap in (wrap_before, wrap_after):
         for options in ({}, {"gradient_as_bucket_view": True}):
             model, inside = compare(Branching, wrap, 6, find_unused_parameters=True, **options)
-            never_used = set(model.module.branches[3].parameters())  # type: ignore[index,union-attr]
+            never_used = set(model.module.branches[3].parameters())  # type: ignore[index,union-attr] # mypy takes it for any attribute of a module
             assert not never_used & set(inside.state)
         for use_reentrant in (False, True):
             compare(lambda: Checkpointed(use_reentrant), wrap, static_graph=True)  # noqa: B023 - called at once
@@ -270,7 +270,7 @@ def _refusals() -> None:
     with pytest.raises(ValueError, match="has one already: allreduce_hook"):
         apply_optimizer_in_backward(AdamW, hooked.parameters(), ADAMW, module=hooked)
     for parameter in hooked.parameters():
-        assert not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        assert not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined] # mypy can't see that it has this
     model, inside = wrap_before(make_net())
     train_inside(model)
     with pytest.raises(RuntimeError, match="is now called without it"):

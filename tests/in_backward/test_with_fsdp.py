@@ -40,7 +40,7 @@ def backward(model: nn.Module, step: int) -> None:
 
 
 def local_values(model: nn.Module) -> list[torch.Tensor]:
-    return [p.to_local().detach().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    return [p.to_local().detach().clone() for p in model.parameters()]  # type: ignore[attr-defined] # mypy can't see that it has this
 
 
 def _train() -> None:

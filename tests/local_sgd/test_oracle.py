@@ -164,7 +164,7 @@ def _average_all_kinds() -> list[Any]:
     assert model.number == dist.get_rank()
     assert model.mask.tolist() == [0.0, -torch.inf, torch.inf]
     averaged = [t.detach() for t in tensors if t is not model.frozen and t is not model.number]
-    before = zip(*all_values, strict=True)  # type: ignore[misc]
+    before = zip(*all_values, strict=True)  # type: ignore[misc] # mypy can't check what is unpacked or optional here
     for tensor, values in zip(tensors, before, strict=True):
         if tensor is model.frozen or tensor is model.number or tensor is model.mask:
             continue

@@ -44,23 +44,23 @@ def _constructors() -> None:
         ({2: 3, 4: 4}, r"are \[3, 4\], but each must divide the next"),
         ({2: 0, 4: 4}, r"sizes in period_group_size_dict are \[0, 4\]"),
     ):
-        message = refusal(ValueError, lambda: HierarchicalModelAverager(levels))  # noqa: B023
+        message = refusal(ValueError, lambda: HierarchicalModelAverager(levels))  # noqa: B023 - called before the loop goes on
         assert re.search(words, message), message
     assert "warmup_steps=-2" in refusal(ValueError, lambda: HierarchicalModelAverager({2: 4}, -2))
     averager = PeriodicModelAverager(2, 5)
     local = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     assert "construct it first" in refusal(
         TypeError,
-        lambda: PostLocalSGDOptimizer(torch.optim.SGD, averager),  # type: ignore[arg-type]
+        lambda: PostLocalSGDOptimizer(torch.optim.SGD, averager),  # type: ignore[arg-type] # the test passes what the types don't allow, or a wrapper
     )
     assert "must be a ModelAverager" in refusal(
         TypeError,
-        lambda: PostLocalSGDOptimizer(local, 4),  # type: ignore[arg-type]
+        lambda: PostLocalSGDOptimizer(local, 4),  # type: ignore[arg-type] # the test passes what the types don't allow, or a wrapper
     )
     torchs = TorchState(None, dist.group.WORLD, 5)
     assert "import it from tensorplay" in refusal(
         TypeError,
-        lambda: PostLocalSGDOptimizer(local, averager, hook_state=torchs),  # type: ignore[arg-type]
+        lambda: PostLocalSGDOptimizer(local, averager, hook_state=torchs),  # type: ignore[arg-type] # the test passes what the types don't allow, or a wrapper
     )
     state = PostLocalSGDState(None, dist.group.WORLD, 4)
     message = refusal(ValueError, lambda: PostLocalSGDOptimizer(local, averager, hook_state=state))
@@ -73,7 +73,7 @@ def _wrong_tensors() -> None:
     parameter = nn.Parameter(torch.ones(2))
     assert "'a' of type str" in refusal(
         NotImplementedError,
-        lambda: averager.average_parameters(["a"]),  # type: ignore[list-item]
+        lambda: averager.average_parameters(["a"]),  # type: ignore[list-item] # what shall be refused
     )
     assert "put it into a list" in refusal(
         NotImplementedError, lambda: averager.average_parameters(parameter)

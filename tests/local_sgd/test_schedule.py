@@ -34,7 +34,7 @@ def _steps_of_torchs(averager: object, groups: list[object]) -> list[int | None]
     try:
         for _ in range(STEPS):
             levels[:] = [None]
-            averager.average_parameters([])  # type: ignore[attr-defined]
+            averager.average_parameters([])  # type: ignore[attr-defined] # mypy can't see that it has this
             fired.append(levels[-1])
     finally:
         utils.average_parameters_or_parameter_groups = original
@@ -60,7 +60,7 @@ def _hierarchical() -> None:
         expected = _steps_of_torchs(torchs, groups)
         ours = HierarchicalModelAverager(sizes, warmup_steps)
         own = list(ours.period_process_group_dict.values())
-        assert [g.size() for g in own] == [g.size() for g in groups]  # type: ignore[attr-defined]
+        assert [g.size() for g in own] == [g.size() for g in groups]  # type: ignore[attr-defined] # mypy can't see that it has this
         for step, level in enumerate(expected):
             due = ours.due_group()
             assert due is (None if level is None else own[level]), (sizes, warmup_steps, step)

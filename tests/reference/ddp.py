@@ -26,7 +26,7 @@ class Trainer(NamedTuple):
 
     @property
     def module(self) -> nn.Module:
-        return self.model.module  # type: ignore[return-value]
+        return self.model.module  # type: ignore[return-value] # mypy takes it for any attribute of a module
 
 
 def make_net() -> nn.Sequential:

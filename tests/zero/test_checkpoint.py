@@ -348,8 +348,8 @@ def test_state_that_is_no_plain_data_is_named_on_every_rank() -> None:
 def _target_of_another_type() -> None:
     optimizer = ZeroRedundancyOptimizer(make_matrices(), torch.optim.Adam, lr=0.1)
     with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
-        optimizer.consolidate_state_dict(to=1.0)  # type: ignore[arg-type]
-    optimizer.consolidate_state_dict(to=torch.tensor(1))  # type: ignore[arg-type]
+        optimizer.consolidate_state_dict(to=1.0)  # type: ignore[arg-type] # the test passes what the types don't allow, or a wrapper
+    optimizer.consolidate_state_dict(to=torch.tensor(1))  # type: ignore[arg-type] # the test passes what the types don't allow, or a wrapper
     assert dist.get_rank() == 0 or optimizer.state_dict()
 
 

@@ -37,7 +37,7 @@ def test_a_compiled_ddp_model(resident: bool, backend: str) -> None:
 
 def _compiled_inside_ddp(resident: bool) -> None:
     def make_compiled() -> nn.Module:
-        return torch.compile(make_net(), backend="aot_eager")  # type: ignore[return-value]
+        return torch.compile(make_net(), backend="aot_eager")  # type: ignore[return-value] # mypy takes it for any attribute of a module
 
     plain, sharded = make_twins(make_compiled, resident)
     train(*plain)
@@ -142,11 +142,11 @@ class Branching(nn.Module):
 
 def _unused(resident: bool, ddp_options: dict[str, Any]) -> None:
     plain, sharded = make_twins(Branching, resident, find_unused_parameters=True, **ddp_options)
-    start = [p.detach().clone() for p in plain.module.branches[3].parameters()]  # type: ignore[index,union-attr]
+    start = [p.detach().clone() for p in plain.module.branches[3].parameters()]  # type: ignore[index,union-attr] # mypy takes it for any attribute of a module
     train(*plain, steps=6)
     train(*sharded, steps=6)
     require_twins_equal(plain, sharded)
-    never_used = sharded.module.branches[3]  # type: ignore[index]
+    never_used = sharded.module.branches[3]  # type: ignore[index] # mypy takes it for any attribute of a module
     for parameter, before in zip(never_used.parameters(), start, strict=True):
         assert torch.equal(parameter, before), "decayed, though no rank used it"
         assert parameter not in sharded.optimizer.state

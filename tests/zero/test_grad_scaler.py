@@ -100,7 +100,7 @@ def _overflow(resident: bool, clip: float | None) -> list[Any]:
     for name in KERNELS:
         plain, sharded = make_twins(make_net, resident, *OPTIMIZERS[name])
         plain_scaler, scaler = make_scaler(), make_scaler()
-        local: Any = sharded.optimizer.optim  # type: ignore[attr-defined]
+        local: Any = sharded.optimizer.optim  # type: ignore[attr-defined] # mypy can't see that it has this
         train_scaled(plain, plain_scaler, range(1))
         train_scaled(sharded, scaler, range(1))
         before = values_of(sharded.model.parameters()), copy.deepcopy(local.state_dict())

@@ -15,7 +15,7 @@ from tests.reference.training import values_of
 def _communication_hook(resident: bool) -> None:
     plain, sharded = make_twins(make_net, resident)
     for trainer in (plain, sharded):
-        trainer.model.register_comm_hook(None, default_hooks.fp16_compress_hook)  # type: ignore[operator]
+        trainer.model.register_comm_hook(None, default_hooks.fp16_compress_hook)  # type: ignore[operator] # mypy takes it for a plain tensor or module
         train(*trainer)
     require_twins_equal(plain, sharded)
 
@@ -62,7 +62,7 @@ def test_a_step_post_hook_sees_every_ranks_update(resident: bool) -> None:
 
 def _failing_local_hook() -> None:
     plain, sharded = make_twins(make_net, False)
-    local: torch.optim.Optimizer = sharded.optimizer.optim  # type: ignore[attr-defined]
+    local: torch.optim.Optimizer = sharded.optimizer.optim  # type: ignore[attr-defined] # mypy can't see that it has this
 
     def fail(*_: object) -> None:
         if dist.get_rank() == 1:

@@ -24,7 +24,7 @@ class RebindsData(Optimizer):
     def updated(self, parameter: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
         return parameter.data - change
 
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override] # the base class leaves it untyped or wider
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

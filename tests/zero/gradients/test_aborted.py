@@ -165,7 +165,7 @@ class _Segment(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         x = _Stops.apply(x) if self.stops else x
-        return checkpoint(self.second, x, use_reentrant=True)  # type: ignore[no-any-return]
+        return checkpoint(self.second, x, use_reentrant=True)  # type: ignore[no-any-return] # torch leaves it untyped
 
 
 def _inside_reentrant() -> None:

@@ -71,7 +71,7 @@ def _none_from_a_function(resident: bool) -> None:
             return torch.stack([value.sum() for value in values]).sum()
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override] # the base class leaves it untyped or wider
             return (None, None, *[gradient.expand(3).clone()] * (ctx.count - 2))
 
     def passes(model: nn.Module, rank: int) -> None:
@@ -174,8 +174,8 @@ def test_two_backwards_before_a_step(run: Run, resident: bool) -> None:
 
 def _two_losses(resident: bool) -> None:
     def passes(model: nn.Module, rank: int) -> None:
-        hidden = model.first(inputs_of(0, rank))  # type: ignore[operator]
-        outputs = model.last(model.shared(hidden))  # type: ignore[operator]
+        hidden = model.first(inputs_of(0, rank))  # type: ignore[operator] # mypy takes it for a plain tensor or module
+        outputs = model.last(model.shared(hidden))  # type: ignore[operator] # mypy takes it for a plain tensor or module
         outputs.sum().backward(retain_graph=True)
         hidden.square().sum().backward()
 
@@ -439,7 +439,7 @@ def _added_group(resident: bool) -> None:
         torch.manual_seed(1 + twins.rank * (model is twins.model))  # rank 0's are broadcast
         added = [torch.randn(4), torch.randn(500, 400), torch.randn(2, 2)]
         new = [nn.Parameter(values) for values in added]
-        model.extend(new)  # type: ignore[operator]
+        model.extend(new)  # type: ignore[operator] # mypy takes it for a plain tensor or module
         optimizer.add_param_group({"params": new, "lr": 0.01})
     twins.require_same("after adding")
     twins.train(lambda step: squares(step + 1))

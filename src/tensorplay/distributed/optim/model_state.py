@@ -34,7 +34,7 @@ def detach_copy(state_dict: _T) -> _T:
         weights) are one piece of memory in the copy too; those that merely overlap or share a
         storage are parted. What is neither tensor nor container is passed on as it is.
     """
-    return _copy(state_dict, {})  # type: ignore[no-any-return]
+    return _copy(state_dict, {})  # type: ignore[no-any-return] # torch leaves it untyped
 
 
 def _copy(value: Any, copies: dict[_Place, torch.Tensor]) -> Any:

@@ -51,7 +51,7 @@ class PeakGradients:
         self._parameters = list(parameters)
         self.nbytes = 0
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._look)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._look)  # type: ignore[no-untyped-call] # torch leaves it untyped
             for parameter in self._parameters
         ]
 

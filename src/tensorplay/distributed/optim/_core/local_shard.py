@@ -30,7 +30,7 @@ def local_memory(parameter: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(parameter):
         return parameter
     with torch.no_grad():
-        local: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]
+        local: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined] # mypy can't see that it has this
         return local
 
 

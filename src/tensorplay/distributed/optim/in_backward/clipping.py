@@ -58,7 +58,7 @@ class GradientNorm:
         """
         norm = utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if is_dtensor(norm):
-            norm = norm.full_tensor()  # type: ignore[attr-defined]
+            norm = norm.full_tensor()  # type: ignore[attr-defined] # mypy can't see that it has this
         self._squares[position] = norm.float().square()
 
     def value(self) -> torch.Tensor | None:

@@ -64,7 +64,7 @@ class DDPGradients:
         """Passes ``parameter`` on to whom ``find_consumer`` returns."""
         if id(parameter) not in self._consumers and self._finds_unused:
             used = self._used  # must not hold the parameter
-            parameter.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))  # type: ignore[no-untyped-call] # torch leaves it untyped
         self._consumers[id(parameter)] = find_consumer
 
     def forget(self, parameter: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ class DDPGradients:
 
 def _average_and_step(
     state: DDPGradients,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    bucket: dist.GradBucket,  # type: ignore[name-defined] # torch's stubs lack the name
 ) -> torch.futures.Future[torch.Tensor]:
     return state.reduce(bucket)
 

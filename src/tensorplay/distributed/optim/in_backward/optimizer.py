@@ -437,7 +437,7 @@ class InBackwardOptimizer(WrappedOptimizer):
         elif self.is_registered and (parameter.is_floating_point() or parameter.is_complex()):
             requires_grad = parameter.requires_grad
             parameter.requires_grad_(True)  # a frozen one refuses hooks, and keeps those it has
-            hook = parameter.register_post_accumulate_grad_hook(self._gradients.receive)  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(self._gradients.receive)  # type: ignore[no-untyped-call] # torch leaves it untyped
             parameter.requires_grad_(requires_grad)
             self._hooks[id(parameter)] = hook
 

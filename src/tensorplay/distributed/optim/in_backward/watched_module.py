@@ -63,7 +63,7 @@ class WatchedModule:
         forget_copied(module)
         owners = dict.fromkeys([module, *(owner for owner, *_ in self._places)])
         self._hooks = [owner.register_forward_pre_hook(self) for owner in owners]
-        self._hooks.append(module.register_load_state_dict_post_hook(_LoadHook(self)))  # type: ignore[no-untyped-call]
+        self._hooks.append(module.register_load_state_dict_post_hook(_LoadHook(self)))  # type: ignore[no-untyped-call] # torch leaves it untyped
         if isinstance(module, DistributedDataParallel):
             self._attach(module)
 

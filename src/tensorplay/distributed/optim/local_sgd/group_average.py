@@ -198,7 +198,7 @@ def _refuse_what_cannot_be_averaged(
         if shards_across(tensor, communicator.members):
             raise TypeError(
                 f"tensor {index} to average is a DTensor of which the ranks of the process group hold "
-                f"different parts ({tensor.placements} on {tensor.device_mesh}); pass a "  # type: ignore[attr-defined]
+                f"different parts ({tensor.placements} on {tensor.device_mesh}); pass a "  # type: ignore[attr-defined] # mypy can't see that it has this
                 "process_group whose ranks hold the same part: the one that replicates"
             )
     elif tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):

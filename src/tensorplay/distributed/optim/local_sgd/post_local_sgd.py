@@ -304,7 +304,7 @@ class PostLocalSGDOptimizer(SameGroupsOptimizer, Joinable):
     def _set_counters(self, counters: Mapping[str, int], extra: Mapping[str, Any] | None) -> None:
         step = counters["averager_step"]
         if extra:
-            self.averager.load_state_dict({"step": step, **extra})  # type: ignore[attr-defined]
+            self.averager.load_state_dict({"step": step, **extra})  # type: ignore[attr-defined] # mypy can't see that it has this
         else:
             self.averager.step = step
         if self.hook_state is not None:

@@ -125,7 +125,7 @@ class RemoteOptimizer(StateDictHooks):
         )
         (self._watched_step if is_watched else self._step)(context_id)
 
-    step.hooked = True  # type: ignore[attr-defined]
+    step.hooked = True  # type: ignore[attr-defined] # mypy can't see that it has this
 
     def _step(self, context_id: int) -> None:
         self._calls.require_context(context_id)

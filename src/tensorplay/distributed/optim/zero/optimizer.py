@@ -534,7 +534,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             copy_options_(self.optim.param_groups, self.param_groups)
             error, loss = None, None
             try:
-                loss = closure()  # type: ignore[misc]
+                loss = closure()  # type: ignore[misc] # mypy can't check what is unpacked or optional here
             except Exception as problem:  # noqa: BLE001 - other ranks may wait for our backward
                 error = problem
             self._gradients.closure_returned(error)
