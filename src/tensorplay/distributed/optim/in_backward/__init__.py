@@ -1,5 +1,5 @@
 """The optimizer step inside backward: ``local_gradients.py`` and ``ddp_gradients.py`` say when a
-bucket's gradients are final, ``bucket_step.py`` steps it, ``optimizer.py`` is what the user holds.
+bucket's gradients are final, the core's ``bucket_step.py`` steps it, ``optimizer.py`` is what the user holds.
 """
 
 from tensorplay.distributed.optim.in_backward.optimizer import (

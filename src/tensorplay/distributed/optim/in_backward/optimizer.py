@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from tensorplay.distributed.optim._core.bucket_step import BucketStepper, equal
 from tensorplay.distributed.optim._core.coupled_optimizers import (
     refuse_coupled,
     refuse_coupling_options,
@@ -26,7 +27,6 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
     canonical_groups,
     options_of,
 )
-from tensorplay.distributed.optim.in_backward.bucket_step import BucketStepper, equal
 from tensorplay.distributed.optim.in_backward.clipping import Clipping, GradientNorm
 from tensorplay.distributed.optim.in_backward.ddp_gradients import DDPGradients
 from tensorplay.distributed.optim.in_backward.local_gradients import LocalGradients
