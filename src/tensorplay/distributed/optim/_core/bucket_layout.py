@@ -27,6 +27,21 @@ class Slot(NamedTuple):
     offset: int
     numel: int
 
+    def is_within(self, start: int, end: int) -> bool:
+        """Whether a stretch of the bucket holds all of it."""
+        return start <= self.offset and self.offset + self.numel <= end
+
+    def meets(self, start: int, end: int) -> bool:
+        """Whether a stretch of the bucket holds some of it."""
+        return start < self.offset + self.numel and self.offset < end
+
+    def overlap(self, start: int, end: int, origin: int) -> tuple[int, int]:
+        """The part of it that lies in a stretch of the bucket, counted from ``origin``."""
+        return (
+            max(start, self.offset) - origin,
+            min(end, self.offset + self.numel) - origin,
+        )
+
 
 @dataclass(frozen=True)
 class BucketLayout:
@@ -58,6 +73,12 @@ class BucketLayout:
     def nbytes(self) -> int:
         """Length in bytes, padding included."""
         return self.numel * self.dtype.itemsize
+
+    def cut_slots(self, start: int, end: int) -> tuple[Slot, ...]:
+        """The places that lie in a stretch with a part only."""
+        return tuple(
+            slot for slot in self.slots if slot.meets(start, end) and not slot.is_within(start, end)
+        )
 
     def slots_of(self, group_rank: GroupRank) -> tuple[Slot, ...]:
         """The places of the parameters that a rank owns."""

@@ -27,7 +27,7 @@ from tensorplay.distributed.optim._core.agreement import (
     RankDisagreementError,
 )
 from tensorplay.distributed.optim._core.backward_pass import BackwardPass
-from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, extents_in_rounds
+from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, Slot, extents_in_rounds
 from tensorplay.distributed.optim._core.collectives import (
     CommunicationError,
     Communicator,
@@ -93,6 +93,7 @@ class GradientReducer:
         self._reduced_by_default: dict[int, bool] = {}
         self._foreign: list[torch.Tensor] = []
         self._set_aside: dict[int, torch.Tensor] = {}
+        self._cut: dict[GradientBucket, tuple[Slot, ...]] = {}
         self._partial: dict[int, PartialGradient] = {}
         self._sentinels: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._mark = AveragedMark()
@@ -125,12 +126,13 @@ class GradientReducer:
         if self._during_backward and not self.parameters:
             self._schedule = DuringBackward(weakref.proxy(self), NUM_IN_FLIGHT)
         self.parameters.extend(added)
-        rank = self._communicator.members.group_rank
-        self._foreign.extend(
-            self.parameters[slot.parameter]
-            for layout in layouts
-            for slot in layout.slots_except(rank)
-        )
+        for layout in layouts:
+            start, end = self._own_extent(layout)
+            self._foreign.extend(
+                self.parameters[slot.parameter]
+                for slot in layout.slots
+                if not slot.is_within(start, end)
+            )
         num_kept = sum(isinstance(bucket, PackedGradients) for bucket in self.buckets)
         for layout in layouts:
             for slot in layout.slots:
@@ -141,6 +143,10 @@ class GradientReducer:
                 keep = layout.trainable and num_kept < self._num_kept
                 num_kept += 1
                 self.buckets.append(PackedGradients(layout, specs, self.parameters, keep=keep))
+        for bucket in self.buckets[len(self.buckets) - len(layouts) :]:
+            cut = bucket.layout.cut_slots(*self._own_extent(bucket.layout))
+            if cut:
+                self._cut[bucket] = cut
         start = len(self.parameters) - len(added)
         self.backward_pass.watch(added)
         if self._schedule.hears_ready:
@@ -253,15 +259,19 @@ class GradientReducer:
 
     def _stretches(self, bucket: GradientBucket) -> list[torch.Tensor]:
         start, end = self._own_extent(bucket.layout)
-        flat = bucket.whole(start, end)
-        if flat is not None:
-            return [flat]
-        gradients = (
+        cut = self._cut.get(bucket, ())
+        if all(_own_part(self.parameters[slot.parameter]) is not None for slot in cut):
+            flat = bucket.whole(start, end)
+            if flat is not None:
+                return [flat]
+        owned = (
             self.parameters[slot.parameter].grad
+            if slot.is_within(start, end)
+            else _own_part(self.parameters[slot.parameter])
             for slot in bucket.layout.slots
-            if start <= slot.offset < end
+            if slot.meets(start, end)
         )
-        return [each for each in gradients if each is not None]
+        return [each for each in owned if each is not None]
 
     def _own_extent(self, layout: BucketLayout) -> tuple[int, int]:
         rank = self._communicator.members.group_rank
@@ -406,15 +416,27 @@ class GradientReducer:
         local = bucket.local()
         payload = self._payload(local)
         result = self._result(bucket, local, own_start, own_end) if own_start < own_end else None
+        fills = (
+            result is not None
+            and result.dtype == payload.dtype
+            and result.untyped_storage().data_ptr() != payload.untyped_storage().data_ptr()
+        )
         for number, extents in enumerate(rounds):
             start, end = extents[members.group_rank]
+            destination = None if result is None else result[start - own_start : end - own_start]
+            # The first peer's part is received where the average belongs, if that's apart.
+            first_peer = int(members.group_rank == 0) if fills else None
             outgoing = [
                 (rank, payload[slice(*extents[rank])])
                 for rank in members
                 if rank != members.group_rank and extents[rank][0] < extents[rank][1]
             ]
             contributions = [
-                local[start:end] if rank == members.group_rank else payload.new_empty(end - start)
+                local[start:end]
+                if rank == members.group_rank
+                else destination
+                if rank == first_peer and destination is not None
+                else payload.new_empty(end - start)
                 for rank in members
                 if start < end
             ]
@@ -428,7 +450,7 @@ class GradientReducer:
                 self._communicator.exchange(outgoing, incoming),
                 local,
                 payload,
-                None if result is None else result[start - own_start : end - own_start],
+                destination,
                 contributions,
                 result,
                 is_last=number == len(rounds) - 1,
@@ -467,8 +489,13 @@ class GradientReducer:
     def show(self, transfer: Transfer, used: set[int]) -> None:
         """See :class:`Reductions`."""
         bucket, result = transfer.bucket, transfer.result
-        start, _ = self._own_extent(bucket.layout)
+        start, end = self._own_extent(bucket.layout)
         whole = {} if result is None else bucket.views(result, start)
+        parts = {
+            slot.parameter: result[slice(*slot.overlap(start, end, start))]
+            for slot in self._cut.get(bucket, ())
+            if result is not None
+        }
         bucket.release()
         for slot in bucket.layout.slots:
             index = slot.parameter
@@ -478,17 +505,23 @@ class GradientReducer:
             before = self._set_aside.pop(index, None)
             gradient = whole.get(index)
             if gradient is None:
-                parameter.grad = self._partial_gradient(index)
+                parameter.grad = self._partial_gradient(index, parts.get(index), before)
                 continue
             if before is not None:
                 gradient.add_(before)
             self._mark.set_(gradient)
             parameter.grad = gradient
 
-    def _partial_gradient(self, index: int) -> PartialGradient:
-        """The gradient of a parameter that another rank owns."""
+    def _partial_gradient(
+        self, index: int, part: torch.Tensor | None, before: torch.Tensor | None
+    ) -> PartialGradient:
+        """The gradient of a parameter that another rank owns, or of which this one has ``part``."""
+        parameter = self.parameters[index]
+        if part is not None:
+            if isinstance(before, PartialGradient) and before.own is not None:
+                part.add_(before.own)
+            return PartialGradient(parameter, (part, self._sentinel(parameter)), part)
         if index not in self._partial:
-            parameter = self.parameters[index]
             self._partial[index] = PartialGradient(parameter, (self._sentinel(parameter),))
         return self._partial[index]
 
@@ -534,6 +567,9 @@ class GradientReducer:
         if gradient is not None and not self._is_own(gradient):
             if not isinstance(gradient, PartialGradient):
                 gradient = self._apart(gradient)
+            elif gradient.own is not None:
+                own = self._apart(gradient.own)
+                gradient = PartialGradient(parameter, (own, self._sentinel(parameter)), own)
             self._set_aside[index] = gradient
             parameter.grad = None
 
@@ -567,6 +603,12 @@ class GradientReducer:
     def num_begun(self) -> int:
         """How many backward passes have begun on this rank."""
         return self.backward_pass.num_begun
+
+
+def _own_part(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What this rank has of a gradient that is cut."""
+    gradient = parameter.grad
+    return gradient.own if isinstance(gradient, PartialGradient) else None
 
 
 def _has_values(gradient: torch.Tensor) -> bool:

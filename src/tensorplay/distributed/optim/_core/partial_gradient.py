@@ -38,12 +38,20 @@ class PartialGradient(torch.Tensor):
     Args:
         like: the parameter, whose shape, strides, dtype and device this takes.
         parts: tensors of its dtype and device; several gradients may share a part.
+        own: one of the parts: the stretch that this rank owns, flat, in the order in which the
+            elements lie in memory; ``None`` if it owns nothing.
     """
 
     parts: tuple[torch.Tensor, ...]
+    own: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -> Self:
+    def __new__(
+        cls,
+        like: torch.Tensor,
+        parts: Sequence[torch.Tensor] = (),
+        own: torch.Tensor | None = None,
+    ) -> Self:
         made: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way to make one
             cls,
             like.shape,
@@ -53,6 +61,7 @@ class PartialGradient(torch.Tensor):
             requires_grad=False,
         )
         made.parts = tuple(parts)
+        made.own = own
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch leaves it untyped
@@ -71,7 +80,7 @@ class PartialGradient(torch.Tensor):
         kwargs: dict[Any, Any] | None = None,
     ) -> Any:
         if func is _aten.detach.default:
-            return PartialGradient(args[0], args[0].parts)
+            return PartialGradient(args[0], args[0].parts, args[0].own)
         if func not in _ELEMENTWISE:
             raise TypeError(
                 f"{func} needs a whole gradient, but this rank holds only a part of it: the gradients "
