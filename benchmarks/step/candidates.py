@@ -294,6 +294,22 @@ CANDIDATES = {
             tolerance=NORM_TOLERANCE,
         ),
         Candidate(
+            "zero-flat",
+            "tensorplay ZeRO, sharded gradients, flat step",
+            "tensorplay",
+            _tensorplay_sharded(flat_step=True),
+            is_exact=False,
+            tolerance=NORM_TOLERANCE,
+        ),
+        Candidate(
+            "zero-elements",
+            "tensorplay ZeRO, sharded gradients, elements",
+            "tensorplay",
+            _tensorplay_sharded(partition="elements"),
+            is_exact=False,
+            tolerance=NORM_TOLERANCE,
+        ),
+        Candidate(
             "data-parallel",
             "tensorplay DistributedOptimizer",
             "tensorplay",

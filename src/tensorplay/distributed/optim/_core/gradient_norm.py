@@ -97,14 +97,13 @@ def _like(stretch: torch.Tensor, real: torch.dtype) -> torch.dtype:
 
 
 def _stretches(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
-    gradient = gradient.detach()
     if gradient.numel() <= STRETCH_NUMEL:
-        yield gradient
+        yield gradient.detach()
         return
-    yield from torch.split(_flat(gradient), STRETCH_NUMEL)
+    yield from torch.split(flatten(gradient.detach()), STRETCH_NUMEL)
 
 
-def _flat(gradient: torch.Tensor) -> torch.Tensor:
+def flatten(gradient: torch.Tensor) -> torch.Tensor:
     """All elements in any order, without a copy if they are dense in some order."""
     order = sorted(range(gradient.ndim), key=gradient.stride, reverse=True)
     return gradient.permute(order).reshape(-1)

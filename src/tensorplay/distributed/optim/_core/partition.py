@@ -9,19 +9,22 @@ Two ways to divide the work of an optimizer among W ranks:
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 from tensorplay.distributed.optim._core.ranks import GroupRank
 
+IN_PARTS = GroupRank(-1)
+"""The owner of a parameter of which every rank owns a part."""
+
 
 @dataclass(frozen=True)
 class WholePartition:
-    """Each parameter has one owner.
+    """Each parameter has one owner, but for those that are divided otherwise.
 
     Attributes:
-        owners: ``owners[index]`` is the group rank that owns a parameter.
+        owners: ``owners[index]`` is the group rank that owns a parameter, or :data:`IN_PARTS`.
         trainable_loads: bytes of trainable parameters per rank.
         total_loads: bytes of all parameters per rank, frozen ones included.
     """
@@ -49,7 +52,11 @@ class WholePartition:
 
 
 def partition_whole(
-    specs: Sequence[ParameterSpec], num_ranks: int, before: WholePartition | None = None
+    specs: Sequence[ParameterSpec],
+    num_ranks: int,
+    before: WholePartition | None = None,
+    *,
+    in_parts: Collection[int] = (),
 ) -> WholePartition:
     """Gives every parameter an owner, and moves none that has one.
 
@@ -61,6 +68,7 @@ def partition_whole(
         specs: all parameters, those that ``before`` placed included, in index order.
         num_ranks: how many ranks share the work.
         before: an earlier partition of the first ``len(before.owners)`` parameters.
+        in_parts: indices of new parameters that get no owner here; they share memory with no other.
     """
     before = before or WholePartition.empty(num_ranks)
     unit_owners = dict(before.unit_owners)
@@ -69,6 +77,9 @@ def partition_whole(
     added = specs[len(before.owners) :]
     for spec in added:
         unit = spec.memory_unit
+        if spec.index in in_parts:
+            unit_owners[unit] = IN_PARTS
+            continue
         nbytes[unit] = nbytes.get(unit, 0) + spec.nbytes
         if spec.trainable:
             trainable.add(unit)

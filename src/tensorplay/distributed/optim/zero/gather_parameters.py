@@ -202,6 +202,18 @@ class ParameterBuckets:
                 f"holds {len(slots)} parameters (the first is number {slots[0].parameter}), {error}"
             ) from error
 
+    def flats_of(
+        self, layouts: Sequence[BucketLayout], among: Sequence[BucketLayout]
+    ) -> list[torch.Tensor]:
+        """``(numel,)`` each: the memory of those of the resident ``layouts`` that are ``among`` others."""
+        flats = {
+            id(bucket.layout): bucket.home.flat
+            for bucket in self.buckets
+            if isinstance(bucket, ResidentBucket)
+        }
+        wanted = set(map(id, among))
+        return [flats[id(layout)] for layout in layouts if id(layout) in wanted]
+
     @property
     def resident(self) -> set[int]:
         """The indices of the parameters that live in buckets."""

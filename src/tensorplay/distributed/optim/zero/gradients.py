@@ -4,7 +4,7 @@ Either something else averages them on every rank, usually ``DistributedDataPara
 optimizer reduces them to their owners itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 from weakref import WeakMethod
@@ -15,8 +15,11 @@ from torch import nn
 from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
 from tensorplay.distributed.optim._core.collectives import Communicator
+from tensorplay.distributed.optim._core.gradient_norm import flatten
 from tensorplay.distributed.optim._core.gradient_reducer import GradientReducer
 from tensorplay.distributed.optim._core.local_shard import is_dtensor
+from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
+from tensorplay.distributed.optim._core.partition import IN_PARTS
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.replication import replicate_
 from tensorplay.distributed.optim._core.tagged_json import Json
@@ -96,7 +99,7 @@ class AveragedElsewhere:
         self._group_rank = group_rank
         self._module = module
         self._parameters: Sequence[torch.Tensor] = ()
-        self._owners: Sequence[GroupRank] = ()
+        self._plan: ShardingPlan | None = None
 
     def watch(
         self,
@@ -105,7 +108,7 @@ class AveragedElsewhere:
         layouts: Sequence[BucketLayout],  # noqa: ARG002 - the protocol has it
     ) -> None:
         """Nothing to do but to know them."""
-        self._parameters, self._owners = parameters, plan.partition.owners
+        self._parameters, self._plan = parameters, plan
 
     def divide_among(self, active: Sequence[GroupRank]) -> None:
         """Nothing to do: whoever averages the gradients divides."""
@@ -126,18 +129,40 @@ class AveragedElsewhere:
 
     def owned_stretches(self) -> list[torch.Tensor]:
         """See :class:`Gradients`."""
-        return self._whole(own=True)
+        return [*self._whole(own=True), *(own for own, _ in self._divided())]
 
     def others(self) -> list[torch.Tensor]:
         """See :class:`Gradients`."""
-        return self._whole(own=False)
+        return [*self._whole(own=False), *(part for _, rest in self._divided() for part in rest)]
 
     def _whole(self, *, own: bool) -> list[torch.Tensor]:
         return [
             parameter.grad
             for parameter, owner in zip(self._parameters, self._owners, strict=True)
-            if (owner == self._group_rank) == own and parameter.grad is not None
+            if owner != IN_PARTS
+            and (owner == self._group_rank) == own
+            and parameter.grad is not None
         ]
+
+    def _divided(self) -> Iterator[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
+        """Of each gradient whose parameter is divided: what this rank owns, and the rest."""
+        for index, (parameter, owner) in enumerate(
+            zip(self._parameters, self._owners, strict=True)
+        ):
+            gradient = parameter.grad
+            if owner != IN_PARTS or gradient is None or self._plan is None:
+                continue
+            if isinstance(gradient, PartialGradient):
+                if gradient.own is not None:
+                    yield gradient.own, ()
+                continue
+            start, end = self._plan.cuts_of(index)[self._group_rank : self._group_rank + 2]
+            flat = flatten(gradient)
+            yield flat[start:end], [part for part in (flat[:start], flat[end:]) if part.numel()]
+
+    @property
+    def _owners(self) -> Sequence[GroupRank]:
+        return () if self._plan is None else self._plan.partition.owners
 
     def forget(self) -> None:
         """Nothing to do."""

@@ -6,7 +6,7 @@ each step the first active rank sends every joined one the averaged gradients of
 options of all groups. Then all of them step as always.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,13 @@ from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.collectives import Communicator
 from tensorplay.distributed.optim._core.local_shard import rewrap, unwrap
+from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
+from tensorplay.distributed.optim._core.partition import IN_PARTS
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.wrapped_optimizer import options_of
 from tensorplay.distributed.optim.zero.checkpoint import Shard, receive_tensors_, send_tensors
+from tensorplay.distributed.optim.zero.flat_slices import in_memory_order
+from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 
 
 class StepWhenJoined(JoinHook):
@@ -39,7 +43,7 @@ class JoinRound:
         communicator: carries it.
         agreement: settles whether anybody has joined at all.
         parameters: all parameters, by index.
-        owners: their owners.
+        plan: who owns what of them.
         device_of_type: this rank's device of each type, for what it receives.
     """
 
@@ -48,13 +52,13 @@ class JoinRound:
         communicator: Communicator,
         agreement: Agreement,
         parameters: Sequence[torch.Tensor],
-        owners: Sequence[GroupRank],
+        plan: ShardingPlan,
         device_of_type: Mapping[str, torch.device],
     ) -> None:
         self._communicator = communicator
         self._agreement = agreement
         self._parameters = parameters
-        self._owners = owners
+        self._plan = plan
         self._device_of_type = device_of_type
 
     def run(
@@ -93,15 +97,24 @@ class JoinRound:
         self, groups: Sequence[Mapping[str, Any]], target: GroupRank, *, gradients: bool
     ) -> None:
         sent = {
-            index: _to_plain(parameter.grad)
-            for index, (parameter, owner) in enumerate(
-                zip(self._parameters, self._owners, strict=True)
-            )
-            if gradients and owner == target and parameter.grad is not None
+            index: _to_plain(gradient)
+            for index, gradient in self._gradients_of(target)
+            if gradients and gradient is not None
         }
         shard = Shard.encode({0: sent, 1: [_sendable_options(group) for group in groups]})
         self._communicator.send_bytes(shard.header(), target)
         send_tensors(self._communicator, shard.tensors, target)
+
+    def _gradients_of(self, rank: GroupRank) -> Iterator[tuple[int, torch.Tensor | None]]:
+        """What a rank steps on, by parameter: whole gradients, and flat stretches of some."""
+        for index, parameter in enumerate(self._parameters):
+            owner, gradient = self._plan.partition.owners[index], parameter.grad
+            if owner == rank:
+                yield index, gradient
+            elif owner == IN_PARTS and gradient is not None:
+                start, end = self._plan.cuts_of(index)[rank : rank + 2]
+                if start < end:
+                    yield index, in_memory_order(gradient, self._plan.specs[index])[start:end]
 
     def _receive(
         self, groups: Sequence[dict[str, Any]], source: GroupRank, *, gradients: bool
@@ -110,12 +123,18 @@ class JoinRound:
         shard = Shard.allocate(header, self._device_of_type)
         receive_tensors_(self._communicator, shard.tensors, source)
         received = shard.decode()
-        for index, (parameter, owner) in enumerate(
-            zip(self._parameters, self._owners, strict=True)
-        ):
-            if gradients and owner == self._communicator.members.group_rank:
-                gradient = received[0].get(index)
-                parameter.grad = None if gradient is None else _from_plain(gradient, parameter)
+        rank = self._communicator.members.group_rank
+        for index, parameter in enumerate(self._parameters):
+            owner = self._plan.partition.owners[index]
+            if not gradients or owner not in {rank, IN_PARTS}:
+                continue
+            gradient = received[0].get(index)
+            if gradient is None:
+                parameter.grad = None
+            elif owner == IN_PARTS:
+                parameter.grad = PartialGradient(parameter, (gradient,), gradient)
+            else:
+                parameter.grad = _from_plain(gradient, parameter)
         for group, options in zip(groups, received[1], strict=True):
             group.update(options)
 

@@ -1,10 +1,11 @@
 """``ZeroRedundancyOptimizer``: any optimizer, its state sharded across the ranks of a group."""
 
 import copy
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -44,6 +45,7 @@ from tensorplay.distributed.optim._core.parameter_checks import (
     refuse_unsendable,
     same_members,
 )
+from tensorplay.distributed.optim._core.partition import IN_PARTS
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.state_dicts import full_indexed, own_part, require_fit
 from tensorplay.distributed.optim._core.tagged_json import Json
@@ -59,6 +61,13 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
 )
 from tensorplay.distributed.optim.zero.checkpoint import consolidate
 from tensorplay.distributed.optim.zero.clipping import gradient_from
+from tensorplay.distributed.optim.zero.elementwise import require_elementwise
+from tensorplay.distributed.optim.zero.flat_slices import (
+    FlatSlices,
+    SlicedState,
+    StateByParameter,
+    merge,
+)
 from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
 from tensorplay.distributed.optim.zero.gradients import (
     AveragedElsewhere,
@@ -70,6 +79,8 @@ from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
 
 __all__ = ["ZeroRedundancyOptimizer"]
+
+_T = TypeVar("_T")
 
 _COUPLED = (
     "sharded",
@@ -131,19 +142,34 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             where parameters are on an accelerator; on CPUs that communicate and compute with the
             same cores nothing is gained. Hooks of yours that are called after a gradient has been
             accumulated may then find ``None``.
+        partition: ``"parameters"``: each belongs to one rank as a whole, which works with any
+            optimizer class. ``"elements"``: all are cut evenly, at any element, so that every rank
+            has the same load however large the largest parameter is; the class must be
+            element-wise. A param group may have its own choice under the key ``"partition"``. What
+            can't be cut stays whole: frozen parameters, those that share memory, and those without
+            axes.
+        flat_step: steps one flat tensor per bucket where it can, instead of each parameter: faster
+            where parameters are many and small. The class must be element-wise. Always so for
+            ``partition="elements"``. Either moves the parameters into flat buffers, as
+            ``parameters_as_bucket_view=True`` does, and may differ from the plain optimizer in the
+            last bit, as kernels round differently in a vector's middle and at its end.
+        elementwise: says that ``optimizer_class`` updates each element from its own gradient and
+            state alone; needed for classes that aren't in ``torch.optim``.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
-        optim: the local optimizer. It holds the parameters that this rank owns; where a group has
-            none, it holds an empty placeholder, since some optimizers need a parameter.
+        optim: the local optimizer. It holds the parameters that this rank owns, or flat slices of
+            buckets; where a group has none, it holds an empty placeholder, since some optimizers
+            need a parameter.
         param_groups: all parameters and options, live: what schedulers change here is used.
-        state: the state of the parameters that this rank owns, live.
+        state: the state of the parameters that this rank owns, live. Of a parameter that is stepped
+            in a flat slice: views of its part, ``(numel of the part,)``, in the order of memory.
 
     Raises:
         RuntimeError: if no process group is initialised, or the ranks disagree about parameters,
             options or world size; on every rank, naming the first difference.
         ValueError: if this rank isn't in the group, ``optimizer_class`` couples all parameters
-            (LBFGS, Prodigy, D-Adaptation), or a parameter is on a device for which the group has
+            (LBFGS, Prodigy, D-Adaptation) or, where it must be, isn't element-wise, or a parameter is on a device for which the group has
             no backend; also whatever ``optimizer_class`` raises. The other ranks raise too.
         TypeError: for sparse parameters, and for a ``DTensor`` of which the ranks of the group hold
             different parts.
@@ -168,6 +194,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         shard_gradients: bool = False,
         module: nn.Module | None = None,
         overlap_with_backward: bool | None = None,
+        partition: str = "parameters",
+        flat_step: bool = False,
+        elementwise: bool = False,
         **defaults: Any,
     ) -> None:
         if overlap_with_ddp:
@@ -182,6 +211,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._agreement = Agreement(self._communicator, type(self).__name__)
         self.process_group = self._communicator.process_group
         self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
+        self._partition = partition
+        self._flat_step = bool(flat_step)
+        self._is_confirmed_elementwise = bool(elementwise)
         self._consolidated: dict[str, Any] | None = None
         self._gradients: Gradients = (
             ReducedToOwners(
@@ -205,6 +237,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             if error
             else {
                 "parameters_as_bucket_view": self.parameters_as_bucket_view,
+                "partition of each group": list(self._partitions),
+                "flat_step": self._flat_step,
                 "gradients": self._gradients.describe(),
                 **self._describe_parameters(),
                 **describe_options(self.param_groups),
@@ -221,7 +255,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self, params: Iterable[Any], optimizer_class: type[Optimizer], defaults: dict[str, Any]
     ) -> None:
         refuse_coupled(optimizer_class, *_COUPLED)
-        super().__init__(canonical_groups(params), defaults={})  # the local optimizer knows them
+        param_groups = canonical_groups(params)
+        self._partitions = [self._choose_partition(group) for group in param_groups]
+        super().__init__(param_groups, defaults={})  # the local optimizer knows them
         self._members = [tuple(group["params"]) for group in self.param_groups]
         self._parameters = list(dict.fromkeys(all_parameters(self.param_groups)))
         refuse_unsendable(self._parameters, self.param_groups, self._communicator)
@@ -231,15 +267,19 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             self._parameters,
             self._communicator.members.world_size,
             resident=self.parameters_as_bucket_view,
+            **self._choose_flat(0),
         )
+        self._slices = FlatSlices(self._parameters, self._communicator.members.group_rank)
+        self._plan_slices(0, optimizer_class)
         self._placeholders: set[torch.Tensor] = set()
-        groups = [self._owned_group(group) for group in self.param_groups]
+        groups = [self._owned_group(*entry) for entry in enumerate(self.param_groups)]
         owned = [list(_tensors_in(group["params"])) for group in groups]
         # Some classes look at the parameters before torch turns them into groups.
         bare = len(groups) == 1 and list(groups[0]) == ["params"]
         self.optim = optimizer_class(groups[0]["params"] if bare else groups, **defaults)
         refuse_coupled(type(self.optim), *_COUPLED)
         refuse_coupling_options(self.optim, *_CLIPPING)
+        self._require_elementwise(type(self.optim))
         if not same_members(self.optim.param_groups, owned):
             raise ValueError(
                 f"{type(self.optim).__name__} rearranges the param groups that it is given, so that "
@@ -265,8 +305,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             return
         before = len(self.param_groups), len(self.optim.param_groups), len(self._parameters)
         plan, members, error = self._plan, self._members, None
+        slices, num_flat = tuple(self._slices.slices), self._slices.num_buckets
         try:
-            super().add_param_group(canonical_group(param_group))
+            canonical = canonical_group(param_group)
+            self._partitions.append(self._choose_partition(canonical))
+            super().add_param_group(canonical)
             group = self.param_groups[-1]
             known = set(self._parameters)
             added = [p for p in dict.fromkeys(group["params"]) if p not in known]
@@ -279,9 +322,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 self._parameters,
                 plan.partition.num_ranks,
                 resident=self.parameters_as_bucket_view,
+                **self._choose_flat(before[2]),
                 before=plan,
             )
-            self.optim.add_param_group(self._owned_group(group))
+            self._plan_slices(len(plan.flat_layouts), type(self.optim))
+            self.optim.add_param_group(self._owned_group(before[0], group))
             copy_options_(self.optim.param_groups[-1:], [group])
         except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
             error = problem
@@ -293,6 +338,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 else {
                     **self._describe_parameters(before[2]),
                     **describe_options(self.param_groups),
+                    "partition of each group": list(self._partitions),
                 },
                 error,
             )
@@ -300,6 +346,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             del self.param_groups[before[0] :]
             del self.optim.param_groups[before[1] :]
             del self._parameters[before[2] :], self._memories[before[2] :]
+            del self._partitions[before[0] :]
+            self._slices.drop(num_flat, slices)
             self._plan, self._members = plan, members
             raise
         self._drop_placeholder_state()
@@ -426,8 +474,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             error = ValueError("full_grad() needs a parameter that this optimizer was given")
         self._settle_gradients("full_grad", {"parameter": index}, error)
         assert index is not None  # noqa: S101 - narrows a type; the line above has raised
-        owner = self._plan.partition.owners[index]
-        return gradient_from(self._communicator, parameter, self._plan.specs[index], owner)
+        cuts = self._plan.cuts_of(index)
+        return gradient_from(self._communicator, parameter, self._plan.specs[index], cuts)
 
     def _settle_gradients(self, call: str, arguments: Json, error: Exception | None = None) -> None:
         """Makes all ranks' gradients ready to be read, by the same call of every rank."""
@@ -486,7 +534,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             self._communicator,
             self._agreement,
             self._parameters,
-            self._plan.partition.owners,
+            self._plan,
             self._device_of_type(),
         ).run(
             self.param_groups,
@@ -501,7 +549,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             self.step()
         finally:
             self._has_joined = False
-            for parameter in all_parameters(self.optim.param_groups):
+            for parameter in self._parameters:
                 parameter.grad = None  # they were received for this step only
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -539,15 +587,20 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 error = problem
             self._gradients.closure_returned(error)
             copy_options_(self.param_groups, self.optim.param_groups)
+            self._slices.take_gradients_(self.optim)
             return loss
 
-        storages = KeptStorages(self._owned_memories)
+        storages = KeptStorages([])
         error: Exception | None = None
         try:
+            if closure is None:
+                self._slices.take_gradients_(self.optim)
+            storages = KeptStorages(self._owned_memories())
             loss = self._step_inner(live_closure if closure else None, kwargs)
             copy_options_(self.optim.param_groups, self.param_groups)
         except Exception as problem:  # noqa: BLE001 - the other ranks wait for our parameters
             loss, error = None, problem
+        self._slices.drop_gradients_()
         misfit = storages.restore_()
         if misfit is not None and error is None:
             error = RuntimeError(
@@ -600,14 +653,14 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 data; the other ranks raise too.
         """
         own: dict[int, Any] = {}
+        parts: dict[int, Any] = {}
         description: dict[str, Json] = {}
         error = None
         try:
             target = self._require_rank(to)
-            own, shared, rest = full_indexed(
-                self.optim.state_dict(), self.optim.param_groups, self.param_groups
-            )
-            own = unwrap(own)
+            inner = self.optim.state_dict()
+            own, shared, rest = full_indexed(inner, self.optim.param_groups, self.param_groups)
+            own, parts = self._with_sliced(unwrap(own), inner)
             description = {
                 "to": target,
                 "shared state": {str(k): tagged_json.describe(v) for k, v in shared.items()},
@@ -621,6 +674,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._agreement.settle("consolidate_state_dict", description, error)
         self._consolidated = None
         full = consolidate(self._communicator, self._agreement, own, target, self._device_of_type())
+        if any(map(self._plan.is_in_parts, self._plan.flat_layouts)):
+            all_parts = consolidate(
+                self._communicator, self._agreement, parts, target, self._device_of_type()
+            )
+            full = _merged(full, all_parts, self._plan)
         if full is not None:
             parameter_at = {i: p for p, i in parameter_indices(self.param_groups).items()}
             full = {index: rewrap(state, parameter_at[index]) for index, state in full.items()}
@@ -675,6 +733,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 on any rank.
             RuntimeError: if the ranks' dicts have different options.
         """
+        slices_before = tuple(self._slices.slices)
         state_before = self.optim.state
         groups_before = [dict(group) for group in self.optim.param_groups]
         outer_before = [dict(group) for group in self.param_groups]
@@ -682,9 +741,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         try:
             state_dict = self._run_load_hooks(state_dict)
             require_fit(state_dict, self.param_groups)
-            self.optim.load_state_dict(
-                own_part(state_dict, self.param_groups, self.optim.param_groups)
-            )
+            self._load_own(state_dict)
             self._adopt_loaded_groups_(state_dict["param_groups"])
         except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
             error = problem
@@ -695,11 +752,59 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         except BaseException:
             self.optim.state = state_before
             self.optim.param_groups = groups_before
+            self._slices.drop(self._slices.num_buckets, slices_before)
             for group, before in zip(self.param_groups, outer_before, strict=True):
                 _become_(group, before)
             raise
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def _load_own(self, state_dict: dict[str, Any]) -> None:
+        """Loads what this rank owns of a full state dict that fits into the local optimizer."""
+        saved = state_dict["state"]
+        saved_index = {
+            parameter: index
+            for group, ours in zip(state_dict["param_groups"], self.param_groups, strict=True)
+            for parameter, index in zip(ours["params"], group["params"], strict=True)
+        }
+        sliced = self._slices.load(
+            self.optim,
+            {
+                index: saved[saved_index[parameter]]
+                for index, parameter in enumerate(self._parameters)
+                if saved_index.get(parameter) in saved
+            },
+        )
+        own = own_part(state_dict, self.param_groups, self.optim.param_groups)
+        own_index = parameter_indices(self.optim.param_groups)
+        own["state"].update({own_index[tensor]: state for tensor, state in sliced.items()})
+        self.optim.load_state_dict(own)
+
+    def _with_sliced(
+        self, own: dict[int, Any], inner: dict[str, Any]
+    ) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Adds the state in flat slices by index; what is a part of a parameter's is apart."""
+        own_index = parameter_indices(self.optim.param_groups)
+        by_tensor = {
+            each.tensor: inner["state"][own_index[each.tensor]]
+            for each in self._slices.slices
+            if own_index[each.tensor] in inner["state"]
+        }
+        index_of = parameter_indices(self.param_groups)
+        rank, world_size = self._communicator.members.group_rank, len(self._plan.loads)
+        parts: dict[int, Any] = {}
+        for number, part in self._slices.states(by_tensor).items():
+            spec, index = self._plan.specs[number], index_of[self._parameters[number]]
+            if self._plan.partition.owners[number] == IN_PARTS:
+                parts[number * world_size + rank] = [
+                    index,
+                    part.begin,
+                    part.of_elements,
+                    part.of_parameter,
+                ]
+            else:
+                own[index] = merge([part], spec)
+        return {index: own[index] for index in sorted(own)}, parts
 
     def _adopt_loaded_groups_(self, loaded: Sequence[dict[str, Any]]) -> None:
         """Our groups take the options that the local optimizer has after loading."""
@@ -746,17 +851,78 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
     # What this rank owns
 
-    def _owned_group(self, group: dict[str, Any]) -> dict[str, Any]:
+    @property
+    def state(self) -> Any:
+        """The local optimizer's state under the user's parameters, live."""
+        if "optim" not in vars(self) or not self._slices.slices:
+            return super().state
+        return StateByParameter(self.optim, self._slices, self._parameters)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        WrappedOptimizer.state.fset(self, value)  # type: ignore[attr-defined] # mypy takes a property for a function
+
+    def _choose_partition(self, group: dict[str, Any]) -> str:
+        """Takes a group's own choice out of it, or the optimizer's."""
+        choice = group.pop("partition", self._partition)
+        if choice not in {"parameters", "elements"}:
+            raise ValueError(
+                f"partition={choice!r} is none; use 'parameters' (each has one owner, any optimizer "
+                "class) or 'elements' (all are cut evenly, element-wise classes)"
+            )
+        return str(choice)
+
+    def _choose_flat(self, start: int) -> dict[str, Any]:
+        """Which of the parameters from ``start`` on are to be stepped flat, and which cut."""
+        partition_of = self._by_group(self._partitions)
+        added = range(start, len(self._parameters))
+        in_parts = {index for index in added if partition_of[index] == "elements"}
+        return {"in_parts": in_parts, "flat": set(added) if self._flat_step else in_parts}
+
+    def _by_group(self, values: Sequence[_T]) -> dict[int, _T]:
+        """Each parameter's value, given one for each group."""
+        index_of = {parameter: index for index, parameter in enumerate(self._parameters)}
+        return {
+            index_of[parameter]: value
+            for group, value in zip(self.param_groups, values, strict=True)
+            for parameter in group["params"]
+        }
+
+    def _plan_slices(self, start: int, optimizer_class: type[Optimizer]) -> None:
+        """Plans the flat slices of the layouts from ``start`` on."""
+        if isinstance(optimizer_class, type):
+            self._require_elementwise(optimizer_class)
+        group_of = self._by_group(range(len(self.param_groups)))
+        self._slices.plan(self._plan.flat_layouts[start:], self._plan.specs, group_of)
+
+    def _require_elementwise(self, optimizer_class: type[Optimizer]) -> None:
+        use = 'partition="elements"' if "elements" in self._partitions else "flat_step=True"
+        if "elements" in self._partitions or self._flat_step:
+            require_elementwise(
+                optimizer_class, is_confirmed=self._is_confirmed_elementwise, use=use
+            )
+
+    def _owned_group(self, place: int, group: dict[str, Any]) -> dict[str, Any]:
         """The local optimizer's version of one of our groups."""
         rank = self._communicator.members.group_rank
         owners = dict(zip(self._parameters, self._plan.partition.owners, strict=True))
-        places = [i for i, parameter in enumerate(group["params"]) if owners[parameter] == rank]
-        owned: list[Any] = [group["params"][place] for place in places]
+        flat = {
+            self._parameters[slot.parameter]
+            for layout in self._plan.flat_layouts
+            for slot in layout.slots
+        }
+        owned: list[Any] = [p for p in group["params"] if owners[p] == rank and p not in flat]
+        owned += self._slices.in_group(place)
         if group["params"] and not owned:
-            places, owned = [0], [_placeholder_like(group["params"][0])]
+            owned = [_placeholder_like(group["params"][0])]
             self._placeholders.update(owned)
         if "param_names" in group:  # torch wants all groups to have names, or none
-            owned = [(group["param_names"][i], p) for i, p in zip(places, owned, strict=True)]
+            names = dict(zip(group["params"], group["param_names"], strict=True))
+            number = itertools.count()
+            owned = [
+                (names[p] if p in names else f"{group['param_names'][0]} (slice {next(number)})", p)
+                for p in owned
+            ]
         return {**options_of(group), "params": owned}
 
     def _drop_placeholder_state(self) -> None:
@@ -797,6 +963,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         try:
             for layout in layouts:
                 self._buckets.add(layout, self._plan.specs)
+            self._slices.move_in(self._buckets.flats_of(layouts, self._plan.flat_layouts))
         except Exception as problem:  # noqa: BLE001 - most likely a lack of memory, on one rank
             error = problem
         self._agreement.settle(f"{call} (buckets)", error=error)
@@ -804,7 +971,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._watch = MetadataWatch(
             [p for index, p in enumerate(self._parameters) if index not in resident]
         )
-        self._owned_memories = [
+
+    def _owned_memories(self) -> list[torch.Tensor]:
+        return [
             parameter
             for parameter in all_parameters(self.optim.param_groups)
             if parameter not in self._placeholders and not is_dtensor(parameter)
@@ -834,6 +1003,21 @@ def _placeholder_like(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter without elements, of the same dtype, device and number of axes."""
     empty = local_memory(parameter).detach().new_empty((0,) * max(1, parameter.ndim))
     return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _merged(
+    full: dict[int, Any] | None, parts: dict[int, Any] | None, plan: ShardingPlan
+) -> dict[int, Any] | None:
+    """The state of all parameters, on the rank that received it: parts are put together, and let go."""
+    if full is None or parts is None:
+        return None
+    by_parameter: dict[int, list[Any]] = {}
+    for key in list(parts):
+        by_parameter.setdefault(key // len(plan.loads), []).append(parts.pop(key))
+    for number in list(by_parameter):
+        held = by_parameter.pop(number)
+        full[held[0][0]] = merge([SlicedState(*part[1:]) for part in held], plan.specs[number])
+    return {index: full[index] for index in sorted(full)}
 
 
 def _become_(target: dict[str, Any], source: dict[str, Any]) -> None:

@@ -1,13 +1,30 @@
-"""The plan of a sharded optimizer: who owns which parameter, and in which buckets they travel."""
+"""The plan of a sharded optimizer: who owns which parameter, and in which buckets they travel.
 
-from collections.abc import Sequence
+Note [Flat parameters]
+    Parameters that are stepped as flat slices travel in buckets of their own, where they live, and
+    their gradients in buckets of the same layout: what a rank owns of one lies in one stretch. The
+    buckets are cut where parameters begin, or evenly, at any element.
+"""
+
+import functools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
-from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, layout_buckets
+from tensorplay.distributed.optim._core.bucket_layout import (
+    BucketLayout,
+    cut_evenly,
+    layout_buckets,
+)
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, describe_parameters
-from tensorplay.distributed.optim._core.partition import WholePartition, partition_whole
+from tensorplay.distributed.optim._core.partition import (
+    IN_PARTS,
+    WholePartition,
+    partition_whole,
+)
+from tensorplay.distributed.optim._core.ranks import GroupRank
 
 CAPACITY_BYTES = 25 * 1024 * 1024
 """Of a bucket at most: the same as DDP's, large enough to fill any link."""
@@ -29,12 +46,53 @@ class ShardingPlan:
         layouts: the buckets in which parameters are gathered; every parameter that has elements is
             in exactly one.
         gradient_layouts: the buckets in which gradients are reduced, likewise.
+        flat_layouts: those of both of which each rank steps its stretch (Note [Flat parameters]).
     """
 
     specs: tuple[ParameterSpec, ...]
     partition: WholePartition
     layouts: tuple[BucketLayout, ...]
     gradient_layouts: tuple[BucketLayout, ...]
+    flat_layouts: tuple[BucketLayout, ...] = ()
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """Bytes of trainable parameters that each rank steps."""
+        loads = list(self.partition.trainable_loads)
+        for layout in self.flat_layouts:
+            if self.is_in_parts(layout):
+                for rank, (start, end) in enumerate(pairwise(layout.cuts)):
+                    loads[rank] += (end - start) * layout.dtype.itemsize
+        return tuple(loads)
+
+    @property
+    def load_ratio(self) -> float:
+        """The largest load over the mean load of trainable bytes (λ); 1 is a perfect balance."""
+        total = sum(self.loads)
+        return max(self.loads) * len(self.loads) / total if total else 1.0
+
+    def is_in_parts(self, layout: BucketLayout) -> bool:
+        """Whether the bucket is cut at any element."""
+        return self.partition.owners[layout.slots[0].parameter] == IN_PARTS
+
+    def cuts_of(self, index: int) -> tuple[int, ...]:
+        """``(num_ranks + 1,)``: rank r owns the elements ``[cuts[r], cuts[r + 1])`` of a parameter.
+
+        They count in the order in which the elements lie in memory.
+        """
+        owner, numel = self.partition.owners[index], self.specs[index].numel
+        if owner != IN_PARTS:
+            return tuple(0 if r <= owner else numel for r in range(self.partition.num_ranks + 1))
+        layout, offset = self._places[index]
+        return tuple(min(max(cut - offset, 0), numel) for cut in layout.cuts)
+
+    @functools.cached_property
+    def _places(self) -> dict[int, tuple[BucketLayout, int]]:
+        return {
+            slot.parameter: (layout, slot.offset)
+            for layout in self.flat_layouts
+            for slot in layout.slots
+        }
 
     @classmethod
     def of(
@@ -43,6 +101,8 @@ class ShardingPlan:
         num_ranks: int,
         *,
         resident: bool = False,
+        flat: Collection[int] = (),
+        in_parts: Collection[int] = (),
         before: "ShardingPlan | None" = None,
     ) -> "ShardingPlan":
         """Plans for ``parameters``, which begin with those of ``before``; these stay as they are.
@@ -51,6 +111,8 @@ class ShardingPlan:
             parameters: all of them, by index.
             num_ranks: how many ranks share them.
             resident: whether parameters that can are to live in their buckets.
+            flat: indices of new parameters to be stepped as flat slices, if they can be.
+            in_parts: those of them that are to be cut at any element, if they can be.
             before: an earlier plan of the first parameters.
 
         Raises:
@@ -62,27 +124,72 @@ class ShardingPlan:
         if before:
             _refuse_bridges(described[:num_planned], before.partition)
         specs = (before.specs if before else ()) + described[num_planned:]
-        partition = partition_whole(specs, num_ranks, before.partition if before else None)
+        added = specs[num_planned:]
+        flat = {spec.index for spec in added if spec.index in flat and can_be_flat(spec)}
+        in_parts = flat.intersection(in_parts)
+        partition = partition_whole(
+            specs, num_ranks, before.partition if before else None, in_parts=in_parts
+        )
+        for spec in added:
+            if spec.index not in in_parts and partition.owners[spec.index] == IN_PARTS:
+                raise ValueError(
+                    f"a new parameter overlaps in memory with parameter {spec.memory_unit}, which is "
+                    "divided between the ranks, so that none could update it; pass both at "
+                    "construction, and they get one owner"
+                )
+        whole = [spec for spec in added if spec.index not in flat]
+        owners = [partition.owners[spec.index] for spec in whole]
         layouts = layout_buckets(
-            specs[num_planned:],
-            partition.owners[num_planned:],
+            whole,
+            owners,
             num_ranks,
             staged_capacity(specs),
             resident_capacity_bytes=CAPACITY_BYTES if resident else None,
         )
         gradient_layouts = layout_buckets(
-            specs[num_planned:],
-            partition.owners[num_planned:],
-            num_ranks,
-            CAPACITY_BYTES,
-            alone_bytes=ALONE_BYTES,
+            whole, owners, num_ranks, CAPACITY_BYTES, alone_bytes=ALONE_BYTES
+        )
+        flat_layouts = _lay_out_flat(
+            [spec for spec in added if spec.index in flat], in_parts, partition, num_ranks
         )
         return cls(
             specs,
             partition,
-            (before.layouts if before else ()) + layouts,
-            (before.gradient_layouts if before else ()) + gradient_layouts,
+            (before.layouts if before else ()) + layouts + flat_layouts,
+            (before.gradient_layouts if before else ()) + gradient_layouts + flat_layouts,
+            (before.flat_layouts if before else ()) + flat_layouts,
         )
+
+
+def can_be_flat(spec: ParameterSpec) -> bool:
+    """Whether a parameter can be stepped as a stretch of a bucket.
+
+    It must be able to live there. A frozen one isn't stepped; where there are no axes, a state dict
+    doesn't show what belongs to an element and what to the parameter.
+    """
+    return spec.trainable and spec.owns_storage and spec.numel > 0 and len(spec.shape) > 0
+
+
+def _lay_out_flat(
+    specs: Sequence[ParameterSpec],
+    in_parts: Collection[int],
+    partition: WholePartition,
+    num_ranks: int,
+) -> tuple[BucketLayout, ...]:
+    layouts: list[BucketLayout] = []
+    for is_cut in (False, True):
+        members = [spec for spec in specs if (spec.index in in_parts) == is_cut]
+        owners = [GroupRank(0) if is_cut else partition.owners[spec.index] for spec in members]
+        laid_out = layout_buckets(
+            members,
+            owners,
+            num_ranks,
+            CAPACITY_BYTES,
+            resident_capacity_bytes=CAPACITY_BYTES,
+            alone_bytes=ALONE_BYTES,
+        )
+        layouts += [cut_evenly(each, num_ranks) for each in laid_out] if is_cut else laid_out
+    return tuple(layouts)
 
 
 def staged_capacity(specs: Sequence[ParameterSpec]) -> int:

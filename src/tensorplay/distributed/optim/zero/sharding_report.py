@@ -1,7 +1,9 @@
 """What a sharded optimizer holds where, as a value that prints as a table."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+from tensorplay.distributed.optim._core.partition import IN_PARTS
 from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 
 
@@ -10,8 +12,8 @@ class RankShare:
     """One rank's share.
 
     Attributes:
-        parameters: how many parameters it owns, frozen ones included.
-        elements: how many elements these have.
+        parameters: how many parameters it owns, or a part of, frozen ones included.
+        elements: how many of their elements it owns.
         state_bytes: size of their optimizer state in bytes; measured on this rank, elsewhere
             estimated from this rank's bytes of state per byte of parameter (``None`` if this rank
             has no state to judge from).
@@ -59,9 +61,14 @@ class ShardingReport:
         num_ranks = plan.partition.num_ranks
         parameters, elements = [0] * num_ranks, [0] * num_ranks
         for spec, owner in zip(plan.specs, plan.partition.owners, strict=True):
-            parameters[owner] += 1
-            elements[owner] += spec.numel
-        loads = plan.partition.trainable_loads
+            if owner != IN_PARTS:
+                parameters[owner] += 1
+                elements[owner] += spec.numel
+                continue
+            for rank, (start, end) in enumerate(pairwise(plan.cuts_of(spec.index))):
+                parameters[rank] += start < end
+                elements[rank] += end - start
+        loads = plan.loads
         known = state_bytes > 0 and loads[group_rank] > 0
         shares = tuple(
             RankShare(
@@ -79,7 +86,7 @@ class ShardingReport:
         sent = sum(layout.nbytes for layout in plan.gradient_layouts if layout.trainable)
         return cls(
             shares,
-            plan.partition.load_ratio,
+            plan.load_ratio,
             len(trainable),
             payload * (num_ranks - 1),
             sent * (num_ranks - 1) if reduces else 0,

@@ -1,0 +1,464 @@
+"""Flat slices: what this rank owns of a bucket, stepped as a few large tensors, not one by one.
+
+A slice is a stretch of a bucket in which parameters live: whole parameters, and at its ends perhaps
+parts of some. To the local optimizer it is one parameter with one axis.
+
+Note [Cuts of a slice]
+    The optimizer steps all of a slice or nothing of it, with one count of steps. So a slice ends
+    where another param group begins; and if one day some of its parameters have no gradient, it is
+    cut there, for good: their state goes on by itself. Cutting copies nothing but counters.
+
+Note [State of a slice]
+    What has the slice's shape belongs to its elements; anything else (a count of steps, a learning
+    rate of its own) belongs to each of its parameters alike. The user sees, by parameter, views of
+    the former in the order in which the parameter's elements lie in memory, and the latter as it is.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
+from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
+from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
+from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.state_dicts import clone
+
+
+class Piece(NamedTuple):
+    """What a slice holds of one parameter: elements ``[begin, end)`` in its order of memory."""
+
+    parameter: int
+    begin: int
+    end: int
+    offset: int
+    """Where it lies in the bucket."""
+
+    @property
+    def numel(self) -> int:
+        """Its length in elements."""
+        return self.end - self.begin
+
+
+@dataclass
+class FlatSlice:
+    """A stretch of a bucket that the local optimizer steps as one parameter.
+
+    Attributes:
+        bucket: number of the bucket among the flat ones.
+        group: place of its param group.
+        pieces: what it holds, in order; padding may lie between.
+        tensor: the local optimizer's parameter: ``(numel,)``.
+    """
+
+    bucket: int
+    group: int
+    pieces: tuple[Piece, ...]
+    tensor: torch.nn.Parameter
+
+    @property
+    def start(self) -> int:
+        """Where it begins in the bucket."""
+        return self.pieces[0].offset
+
+    @property
+    def numel(self) -> int:
+        """Its length in elements."""
+        return _length(self.pieces)
+
+    def place(self, piece: Piece) -> slice:
+        """Where a piece lies in :attr:`tensor`."""
+        begin = piece.offset - self.start
+        return slice(begin, begin + piece.numel)
+
+
+class FlatSlices:
+    """All slices of this rank.
+
+    Args:
+        parameters: all parameters, by index; the list is kept and may grow.
+        group_rank: this rank.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], group_rank: GroupRank) -> None:
+        self._parameters = parameters
+        self._group_rank = group_rank
+        self._specs: Sequence[ParameterSpec] = ()
+        self._flats: list[torch.Tensor] = []
+        self._num_buckets = 0
+        self.slices: list[FlatSlice] = []
+
+    def plan(
+        self,
+        layouts: Sequence[BucketLayout],
+        specs: Sequence[ParameterSpec],
+        group_of: Mapping[int, int],
+    ) -> None:
+        """Adds the slices of further buckets, as parameters of the right shape without memory.
+
+        Args:
+            layouts: the buckets.
+            specs: all parameters' specs, by index.
+            group_of: the place of each parameter's group.
+        """
+        self._specs = specs
+        for number, layout in enumerate(layouts, self._num_buckets):
+            start, end = layout.cuts[self._group_rank], layout.cuts[self._group_rank + 1]
+            pieces = [
+                Piece(
+                    slot.parameter,
+                    *slot.overlap(start, end, slot.offset),
+                    offset=max(start, slot.offset),
+                )
+                for slot in layout.slots
+                if slot.meets(start, end)
+            ]
+            like = torch.empty(1, dtype=layout.dtype, device=layout.device)
+            for members in _runs(pieces, lambda piece: group_of[piece.parameter]):
+                tensor = torch.nn.Parameter(like.expand(_length(members)))
+                group = group_of[members[0].parameter]
+                self.slices.append(FlatSlice(number, group, tuple(members), tensor))
+        self._num_buckets += len(layouts)
+
+    def move_in(self, flats: Sequence[torch.Tensor]) -> None:
+        """Gives the slices of the buckets added last their memory, which lies in ``flats``."""
+        first = len(self._flats)
+        self._flats.extend(flats)
+        for each in self.slices:
+            if each.bucket >= first:
+                each.tensor.data = self._memory(each.bucket, each.pieces)
+
+    def drop(self, num_buckets: int, slices: Sequence[FlatSlice]) -> None:
+        """Goes back to ``slices`` of the first ``num_buckets`` buckets."""
+        self.slices = list(slices)
+        self._num_buckets = num_buckets
+
+    @property
+    def num_buckets(self) -> int:
+        """How many buckets there are."""
+        return self._num_buckets
+
+    def in_group(self, group: int) -> list[torch.Tensor]:
+        """The local optimizer's parameters for one group."""
+        return [each.tensor for each in self.slices if each.group == group]
+
+    def take_gradients_(self, optimizer: Optimizer) -> None:
+        """Sets the slices' ``.grad`` to what is in their parameters' ``.grad``, as far as there is any.
+
+        Slices of which only a part has a gradient are cut (Note [Cuts of a slice]).
+        """
+        is_cut = False
+        for each in list(self.slices):
+            gradients = [self._parameters[piece.parameter].grad for piece in each.pieces]
+            present = [gradient for gradient in gradients if gradient is not None]
+            if not present:
+                each.tensor.grad = None
+            elif len(present) == len(gradients):
+                each.tensor.grad = self._joined(each, present)
+            else:
+                self._cut(each, _runs(each.pieces, self._has_gradient), optimizer)
+                is_cut = True
+        if is_cut:
+            self.take_gradients_(optimizer)
+
+    def _has_gradient(self, piece: Piece) -> bool:
+        return self._parameters[piece.parameter].grad is not None
+
+    def drop_gradients_(self) -> None:
+        """Lets go of them: those that the user sees are in the parameters' ``.grad``."""
+        for each in self.slices:
+            each.tensor.grad = None
+
+    def _joined(self, each: FlatSlice, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The gradient of a slice: as it lies in memory if it is in one stretch, else a copy."""
+        stretches = list(gradients)
+        for place in {0, len(stretches) - 1}:
+            stretches[place] = self._stretch(each.pieces[place], gradients[place])
+        first, itemsize = stretches[0], each.tensor.element_size()
+        inner = range(1, len(stretches) - 1)
+        try:
+            origin = first.data_ptr() - each.start * itemsize
+            is_whole = all(
+                gradient.data_ptr() == origin + piece.offset * itemsize
+                for gradient, piece in zip(stretches, each.pieces, strict=True)
+            ) and all(
+                stretches[place].stride() == self._specs[each.pieces[place].parameter].stride
+                for place in inner
+            )
+        except RuntimeError:  # a partial gradient has no memory of its own
+            is_whole = False
+        end = (first.storage_offset() + each.numel) * itemsize
+        if is_whole and end <= first.untyped_storage().nbytes():
+            return first.as_strided((each.numel,), (1,))
+        copy = first.new_zeros(each.numel)
+        for piece, gradient in zip(each.pieces, gradients, strict=True):
+            copy[each.place(piece)] = self._stretch(piece, gradient)
+        return copy
+
+    def _stretch(self, piece: Piece, gradient: torch.Tensor) -> torch.Tensor:
+        """``(numel,)``: a piece's elements of its parameter's gradient, of which this rank has a part or all."""
+        if isinstance(gradient, PartialGradient):
+            own = gradient.own
+            if own is None or own.numel() != piece.numel:
+                raise RuntimeError(
+                    f"the gradient of parameter {piece.parameter} isn't the one that this optimizer "
+                    "reduced: it lacks what this rank owns of it; leave .grad as it is, or set it to "
+                    "None or to a whole gradient"
+                )
+            return own
+        return in_memory_order(gradient, self._specs[piece.parameter])[piece.begin : piece.end]
+
+    def _cut(self, each: FlatSlice, parts: Sequence[Sequence[Piece]], optimizer: Optimizer) -> None:
+        cut = [self._slice(each, part) for part in parts]
+        place = next(i for i, candidate in enumerate(self.slices) if candidate is each)
+        self.slices[place : place + 1] = cut
+        if each.tensor in optimizer.state:
+            state = optimizer.state.pop(each.tensor)
+            for part in cut:
+                begin = part.start - each.start
+                stretch = slice(begin, begin + part.numel)
+                optimizer.state[part.tensor] = {
+                    key: value[stretch] if _is_of_elements(value, each) else clone(value)
+                    for key, value in state.items()
+                }
+        self._put_into(optimizer, each.group, {each.tensor: [part.tensor for part in cut]})
+
+    def _slice(self, origin: FlatSlice, pieces: Sequence[Piece]) -> FlatSlice:
+        memory = self._memory(origin.bucket, pieces)
+        return FlatSlice(origin.bucket, origin.group, tuple(pieces), torch.nn.Parameter(memory))
+
+    def _memory(self, bucket: int, pieces: Sequence[Piece]) -> torch.Tensor:
+        start = pieces[0].offset
+        return self._flats[bucket][start : start + _length(pieces)]
+
+    @staticmethod
+    def _put_into(
+        optimizer: Optimizer, group: int, parts: Mapping[torch.Tensor, Sequence[torch.Tensor]]
+    ) -> None:
+        """Replaces parameters of the local optimizer's group by others; its lists are new ones."""
+        entry = optimizer.param_groups[group]
+        names = entry.get("param_names", [""] * len(entry["params"]))
+        replaced = [
+            (name, new)
+            for name, old in zip(names, entry["params"], strict=True)
+            for new in parts.get(old, (old,))
+        ]
+        entry["params"] = [new for _, new in replaced]
+        if "param_names" in entry:
+            entry["param_names"] = [name for name, _ in replaced]
+
+    # State by parameter
+
+    def states(self, state: Mapping[Any, Any]) -> "dict[int, SlicedState]":
+        """The state of each parameter of which this rank holds a part, where there is one.
+
+        Args:
+            state: the local optimizer's, by its parameters; nothing is copied.
+        """
+        return {
+            piece.parameter: SlicedState.of(each, piece, state[each.tensor])
+            for each in self.slices
+            if each.tensor in state
+            for piece in each.pieces
+        }
+
+    def load(self, optimizer: Optimizer, saved: Mapping[int, Any]) -> dict[torch.Tensor, Any]:
+        """Forms slices anew, as the state of their parameters allows, and returns the slices' state.
+
+        Args:
+            optimizer: gets the new slices into its groups, in new lists; its state is left alone.
+            saved: each parameter's state in the plain optimizer's format, if it has one.
+        """
+        old: dict[int, list[FlatSlice]] = {}
+        for each in self.slices:
+            old.setdefault(each.bucket, []).append(each)
+        states: dict[torch.Tensor, Any] = {}
+        formed: list[FlatSlice] = []
+        for slices in old.values():
+            new = self._form(slices, saved)
+            formed += new
+            for group in dict.fromkeys(each.group for each in slices):
+                first, *others = [each.tensor for each in slices if each.group == group]
+                parts: dict[torch.Tensor, list[torch.Tensor]] = {other: [] for other in others}
+                parts[first] = [each.tensor for each in new if each.group == group]
+                self._put_into(optimizer, group, parts)
+            for each in new:
+                state = self._assemble(each, saved)
+                if state is not None:
+                    states[each.tensor] = state
+        self.slices = formed
+        return states
+
+    def _form(self, slices: Sequence[FlatSlice], saved: Mapping[int, Any]) -> list[FlatSlice]:
+        owner = {piece: each for each in slices for piece in each.pieces}
+        kind: dict[Piece, Any] = {}
+        last: Any = None
+        for piece, each in owner.items():
+            this = (each.group, self._common(piece, saved))
+            last = kind[piece] = last if last is not None and _same(last, this) else this
+        return [
+            self._slice(owner[members[0]], members)
+            for members in _runs(list(owner), lambda piece: id(kind[piece]))
+        ]
+
+    def _common(self, piece: Piece, saved: Mapping[int, Any]) -> Any:
+        """What all parameters of a slice must have alike; tensors of the elements as ``...``."""
+        if piece.parameter not in saved:
+            return None
+        shape = self._specs[piece.parameter].shape
+        return {
+            key: ... if _has_shape(value, shape) else value
+            for key, value in saved[piece.parameter].items()
+        }
+
+    def _assemble(self, each: FlatSlice, saved: Mapping[int, Any]) -> dict[str, Any] | None:
+        common = self._common(each.pieces[0], saved)
+        if common is None:
+            return None
+        state: dict[str, Any] = {}
+        for key, value in common.items():
+            if value is not ...:
+                state[key] = clone(value)
+                continue
+            for piece in each.pieces:
+                spec = self._specs[piece.parameter]
+                stretch = in_memory_order(saved[piece.parameter][key], spec)
+                if key not in state:
+                    state[key] = stretch.new_zeros(each.numel)
+                state[key][each.place(piece)] = stretch[piece.begin : piece.end]
+        return state
+
+
+@dataclass(frozen=True)
+class SlicedState:
+    """This rank's part of one parameter's state.
+
+    Attributes:
+        begin: where the part begins, in elements in the parameter's order of memory.
+        of_elements: ``(numel of the part,)`` each.
+        of_parameter: what isn't divided.
+    """
+
+    begin: int
+    of_elements: dict[str, torch.Tensor]
+    of_parameter: dict[str, Any]
+
+    @classmethod
+    def of(cls, each: FlatSlice, piece: Piece, state: Mapping[str, Any]) -> "SlicedState":
+        """A piece's part of a slice's state; views."""
+        divided = {key: value for key, value in state.items() if _is_of_elements(value, each)}
+        return cls(
+            piece.begin,
+            {key: value[each.place(piece)] for key, value in divided.items()},
+            {key: value for key, value in state.items() if key not in divided},
+        )
+
+    def in_one(self) -> dict[str, Any]:
+        """Both in one dict."""
+        return {**self.of_elements, **self.of_parameter}
+
+
+class StateByParameter(Mapping[torch.Tensor, Any]):
+    """The local optimizer's state under the user's parameters, live; of some this rank has a part.
+
+    Args:
+        optimizer: the local optimizer.
+        slices: those among its parameters.
+        parameters: all parameters, by index.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, slices: FlatSlices, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self._optimizer = optimizer
+        self._slices = slices
+        self._parameters = parameters
+
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
+        return self._by_parameter()[parameter]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._by_parameter())
+
+    def __len__(self) -> int:
+        return len(self._by_parameter())
+
+    def _by_parameter(self) -> dict[Any, Any]:
+        state = self._optimizer.state
+        inner = {each.tensor for each in self._slices.slices}
+        sliced = self._slices.states(state)
+        return {
+            **{key: value for key, value in state.items() if key not in inner},
+            **{self._parameters[index]: part.in_one() for index, part in sliced.items()},
+        }
+
+
+def in_memory_order(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    """``(numel,)``: the elements in the order in which the parameter's lie; a copy if they lie otherwise."""
+    tensor = tensor.detach()
+    if tensor.stride() != spec.stride:
+        planned = torch.empty_strided(
+            spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = planned.copy_(tensor)
+    return tensor.as_strided((spec.numel,), (1,))
+
+
+def merge(parts: Sequence[SlicedState], spec: ParameterSpec) -> dict[str, Any]:
+    """The whole state of a parameter from the parts that the ranks hold."""
+    state: dict[str, Any] = dict(parts[0].of_parameter)
+    for key, example in parts[0].of_elements.items():
+        whole = torch.empty_strided(
+            spec.shape, spec.stride, dtype=example.dtype, device=example.device
+        )
+        flat = whole.as_strided((spec.numel,), (1,))
+        for part in parts:
+            stretch = part.of_elements[key]
+            flat[part.begin : part.begin + stretch.numel()] = stretch
+        state[key] = whole
+    return state
+
+
+def _is_of_elements(value: Any, each: FlatSlice) -> bool:
+    return _has_shape(value, (each.numel,))
+
+
+def _has_shape(value: Any, shape: Sequence[int]) -> bool:
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, tensors by their elements."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return (
+            isinstance(one, torch.Tensor)
+            and isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and torch.equal(one, other)
+        )
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _length(pieces: Sequence[Piece]) -> int:
+    last = pieces[-1]
+    return last.offset + last.numel - pieces[0].offset
+
+
+def _runs(pieces: Sequence[Piece], kind: Callable[[Piece], Any]) -> list[list[Piece]]:
+    """Stretches of pieces of the same kind."""
+    runs: list[list[Piece]] = []
+    before: Any = None
+    for piece in pieces:
+        this = kind(piece)
+        if not runs or this != before:
+            runs.append([])
+        runs[-1].append(piece)
+        before = this
+    return runs
