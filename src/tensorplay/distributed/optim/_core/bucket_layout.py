@@ -80,6 +80,17 @@ class BucketLayout:
             slot for slot in self.slots if slot.meets(start, end) and not slot.is_within(start, end)
         )
 
+    def one_by_one(self) -> "list[BucketLayout]":
+        """A layout for each parameter by itself, divided between the owners as it is here."""
+        return [
+            replace(
+                self,
+                slots=(Slot(slot.parameter, 0, slot.numel),),
+                cuts=tuple(min(max(cut - slot.offset, 0), slot.numel) for cut in self.cuts),
+            )
+            for slot in self.slots
+        ]
+
     def slots_of(self, group_rank: GroupRank) -> tuple[Slot, ...]:
         """The places of the parameters that a rank owns."""
         start, end = self.cuts[group_rank], self.cuts[group_rank + 1]

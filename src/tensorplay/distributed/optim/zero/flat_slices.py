@@ -26,6 +26,7 @@ from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.state_dicts import clone
+from tensorplay.distributed.optim.zero.sharding_plan import is_large
 
 
 class Piece(NamedTuple):
@@ -117,11 +118,17 @@ class FlatSlices:
                 if slot.meets(start, end)
             ]
             like = torch.empty(1, dtype=layout.dtype, device=layout.device)
-            for members in _runs(pieces, lambda piece: group_of[piece.parameter]):
+            for members in _runs(
+                pieces, lambda piece: (group_of[piece.parameter], self._alone(piece))
+            ):
                 tensor = torch.nn.Parameter(like.expand(_length(members)))
                 group = group_of[members[0].parameter]
                 self.slices.append(FlatSlice(number, group, tuple(members), tensor))
         self._num_buckets += len(layouts)
+
+    def _alone(self, piece: Piece) -> int | None:
+        """Which large parameter it is: its gradient doesn't lie beside others'."""
+        return piece.parameter if is_large(self._specs[piece.parameter]) else None
 
     def move_in(self, flats: Sequence[torch.Tensor]) -> None:
         """Gives the slices of the buckets added last their memory, which lies in ``flats``."""
@@ -297,7 +304,7 @@ class FlatSlices:
         kind: dict[Piece, Any] = {}
         last: Any = None
         for piece, each in owner.items():
-            this = (each.group, self._common(piece, saved))
+            this = (each.group, self._alone(piece), self._common(piece, saved))
             last = kind[piece] = last if last is not None and _same(last, this) else this
         return [
             self._slice(owner[members[0]], members)

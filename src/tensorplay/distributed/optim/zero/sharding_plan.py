@@ -2,7 +2,8 @@
 
 Note [Flat parameters]
     Parameters that are stepped as flat slices travel in buckets of their own, where they live, and
-    their gradients in buckets of the same layout: what a rank owns of one lies in one stretch. The
+    the gradients of small ones in buckets of the same layout: what a rank owns of one lies in one
+    stretch. A large one's gradient is a bucket of its own, and so is the slice that is stepped. The
     buckets are cut where parameters begin, or evenly, at any element.
 """
 
@@ -30,7 +31,7 @@ CAPACITY_BYTES = 25 * 1024 * 1024
 """Of a bucket at most: the same as DDP's, large enough to fill any link."""
 
 ALONE_BYTES = 512 * 1024
-"""Of a parameter whose gradient is sent from its own memory: copying it would take longer."""
+"""From which on a parameter :func:`is_large`."""
 
 LEAST_STAGED_CAPACITY_BYTES = 8 * 1024 * 1024
 """Of a bucket that passes through a staging buffer, at least: see :func:`staged_capacity`."""
@@ -46,7 +47,7 @@ class ShardingPlan:
         layouts: the buckets in which parameters are gathered; every parameter that has elements is
             in exactly one.
         gradient_layouts: the buckets in which gradients are reduced, likewise.
-        flat_layouts: those of both of which each rank steps its stretch (Note [Flat parameters]).
+        flat_layouts: those of ``layouts`` of which each rank steps its stretch (Note [Flat parameters]).
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -149,14 +150,14 @@ class ShardingPlan:
         gradient_layouts = layout_buckets(
             whole, owners, num_ranks, CAPACITY_BYTES, alone_bytes=ALONE_BYTES
         )
-        flat_layouts = _lay_out_flat(
+        flat_layouts, flat_gradient_layouts = _lay_out_flat(
             [spec for spec in added if spec.index in flat], in_parts, partition, num_ranks
         )
         return cls(
             specs,
             partition,
             (before.layouts if before else ()) + layouts + flat_layouts,
-            (before.gradient_layouts if before else ()) + gradient_layouts + flat_layouts,
+            (before.gradient_layouts if before else ()) + gradient_layouts + flat_gradient_layouts,
             (before.flat_layouts if before else ()) + flat_layouts,
         )
 
@@ -170,26 +171,41 @@ def can_be_flat(spec: ParameterSpec) -> bool:
     return spec.trainable and spec.owns_storage and spec.numel > 0 and len(spec.shape) > 0
 
 
+def is_large(spec: ParameterSpec) -> bool:
+    """Whether a parameter's gradient is sent from its own memory: copying it would take longer."""
+    return spec.nbytes >= ALONE_BYTES
+
+
 def _lay_out_flat(
     specs: Sequence[ParameterSpec],
     in_parts: Collection[int],
     partition: WholePartition,
     num_ranks: int,
-) -> tuple[BucketLayout, ...]:
+) -> tuple[tuple[BucketLayout, ...], tuple[BucketLayout, ...]]:
+    """The buckets of parameters, and those of their gradients, cut alike."""
     layouts: list[BucketLayout] = []
+    gradient_layouts: list[BucketLayout] = []
     for is_cut in (False, True):
-        members = [spec for spec in specs if (spec.index in in_parts) == is_cut]
-        owners = [GroupRank(0) if is_cut else partition.owners[spec.index] for spec in members]
-        laid_out = layout_buckets(
-            members,
-            owners,
-            num_ranks,
-            CAPACITY_BYTES,
-            resident_capacity_bytes=CAPACITY_BYTES,
-            alone_bytes=ALONE_BYTES,
-        )
-        layouts += [cut_evenly(each, num_ranks) for each in laid_out] if is_cut else laid_out
-    return tuple(layouts)
+        owners = [GroupRank(0) if is_cut else owner for owner in partition.owners]
+        for large in (False, True):
+            members = [
+                spec
+                for spec in specs
+                if (spec.index in in_parts) == is_cut and is_large(spec) == large
+            ]
+            planned = layout_buckets(
+                members,
+                [owners[spec.index] for spec in members],
+                num_ranks,
+                CAPACITY_BYTES,
+                resident_capacity_bytes=CAPACITY_BYTES,
+            )
+            if is_cut:
+                planned = tuple(cut_evenly(layout, num_ranks) for layout in planned)
+            layouts += planned
+            for layout in planned:
+                gradient_layouts += layout.one_by_one() if large else [layout]
+    return tuple(layouts), tuple(gradient_layouts)
 
 
 def staged_capacity(specs: Sequence[ParameterSpec]) -> int:
