@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from tensorplay.distributed.optim._core.collectives import Communicator
-from tensorplay.distributed.optim._core.local_shard import is_dtensor
+from tensorplay.distributed.optim._core.local_shard import any_is_dtensor
 
 STRETCH_NUMEL = 64 * 1024
 """Elements whose powers are summed in the gradients' own precision."""
@@ -66,7 +66,7 @@ def find_unclippable(parameters: Iterable[torch.Tensor], norm_type: float) -> Ex
     """Why gradients can't be clipped, if they can't."""
     if norm_type <= 0:
         return ValueError(f"norm_type={norm_type} must be greater than 0; usual are 1, 2 and inf")
-    if any(map(is_dtensor, parameters)):
+    if any_is_dtensor(parameters):
         return TypeError("a DTensor's norm isn't known here; use torch.nn.utils.clip_grad_norm_()")
     return None
 

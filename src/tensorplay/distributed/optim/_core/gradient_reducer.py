@@ -14,9 +14,11 @@ Note [Unused parameters]
     Ranks tell each other which they have only if any of them lacks one.
 """
 
+import itertools
+import operator
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -91,6 +93,7 @@ class GradientReducer:
         self.parameters: list[torch.Tensor] = []
         self.buckets: list[GradientBucket] = []
         self._reduced_by_default: dict[int, bool] = {}
+        self._watched: list[torch.Tensor] = []
         self._foreign: list[torch.Tensor] = []
         self._set_aside: dict[int, torch.Tensor] = {}
         self._cut: dict[GradientBucket, tuple[Slot, ...]] = {}
@@ -137,6 +140,7 @@ class GradientReducer:
         for layout in layouts:
             for slot in layout.slots:
                 self._reduced_by_default[slot.parameter] = layout.trainable
+                self._watched.append(self.parameters[slot.parameter])
             if len(layout.slots) == 1:
                 self.buckets.append(SoleGradient(layout, specs, self.parameters))
             else:
@@ -248,10 +252,8 @@ class GradientReducer:
         A gradient that the caller assigned is noticed where another rank owns the parameter; where
         this one does, it may be an averaged one that the caller has changed.
         """
-        return self._has_unreduced_passes or any(
-            parameter.grad is not None and type(parameter.grad) is not PartialGradient
-            for parameter in self._foreign
-        )
+        kinds = set(map(type, map(_grad_of, self._foreign)))
+        return self._has_unreduced_passes or not kinds <= {type(None), PartialGradient}
 
     def owned_stretches(self) -> list[torch.Tensor]:
         """Tensors that together hold the averaged gradients of what this rank owns, as few as can be."""
@@ -358,11 +360,10 @@ class GradientReducer:
         return {index for index, kind in self._agree_on_kinds(call).items() if kind}
 
     def _agree_on_kinds(self, call: str) -> dict[int, int]:
-        """The largest :meth:`_kind_of` of each parameter's gradients on all ranks."""
+        """The largest of :meth:`_kinds_of` each parameter's gradients on all ranks."""
         description = self._describe_passes()
-        has = {
-            index: self._kind_of(self.parameters[index].grad) for index in self._reduced_by_default
-        }
+        kinds = self._kinds_of(list(map(_grad_of, self._watched)))
+        has = dict(zip(self._reduced_by_default, kinds, strict=True))
         unusual = self._agreement.settle(
             call,
             description,
@@ -374,15 +375,17 @@ class GradientReducer:
     def _kinds_anywhere(self, has: dict[int, int], *, unusual: bool) -> dict[int, int]:
         if unusual:
             flags = torch.tensor(
-                list(has.values()), dtype=torch.uint8, device=self._communicator.transport_device()
+                list(map(int, has.values())),
+                dtype=torch.uint8,
+                device=self._communicator.transport_device(),
             )
             self._communicator.all_reduce_(flags, "max").wait()
             has = dict(zip(has, map(int, flags.tolist()), strict=True))
         return has
 
-    def _kind_of(self, gradient: torch.Tensor | None) -> int:
+    def _kinds_of(self, gradients: Sequence[torch.Tensor | None]) -> Iterable[int]:
         """0 for none, 1 for a usual one."""
-        return int(gradient is not None)
+        return map(operator.is_not, gradients, itertools.repeat(None))
 
     def _count_from(self, num_begun: int) -> None:
         """Begins to count passes anew once all ranks have been told of a disagreement."""
@@ -558,8 +561,21 @@ class GradientReducer:
 
     def set_averages_aside(self) -> None:
         """See :class:`Reductions` and Note [Reduced and own gradients]."""
-        for index in self._reduced_by_default:
-            self._set_aside_one(index)
+        for index, gradient in self._gradients():
+            if not self._is_own(gradient):
+                self._set_aside_one(index)
+
+    def _gradients(self) -> list[tuple[int, torch.Tensor]]:
+        """Those that are there, by parameter; usually of thousands, so the loop isn't Python's."""
+        watched = self._watched
+        gradients = list(map(_grad_of, watched))
+        if not any(map(operator.is_not, gradients, itertools.repeat(None))):
+            return []
+        return [
+            (index, gradient)
+            for index, gradient in zip(self._reduced_by_default, gradients, strict=True)
+            if gradient is not None
+        ]
 
     def _set_aside_one(self, index: int) -> None:
         parameter = self.parameters[index]
@@ -587,10 +603,13 @@ class GradientReducer:
         )
 
     def _find_unreducible(self) -> Exception | None:
-        layouts = dict(self.backward_pass.layouts)  # before they were added to dense ones
-        for index in self._reduced_by_default:
-            gradient = self.parameters[index].grad
-            layout = layouts.get(index, torch.strided if gradient is None else gradient.layout)
+        layouts = self.backward_pass.layouts  # before they were added to dense ones
+        gradients = self._gradients()
+        if not layouts and {*map(_layout_of, map(_second, gradients))} <= {torch.strided}:
+            return None
+        kinds = {**{index: gradient.layout for index, gradient in gradients}, **layouts}
+        for index in filter(kinds.__contains__, self._reduced_by_default):
+            layout = kinds[index]
             if layout is not torch.strided:
                 return TypeError(
                     f"the gradient of parameter {index} has layout {layout}; only dense "
@@ -603,6 +622,11 @@ class GradientReducer:
     def num_begun(self) -> int:
         """How many backward passes have begun on this rank."""
         return self.backward_pass.num_begun
+
+
+_grad_of = operator.attrgetter("grad")
+_layout_of = operator.attrgetter("layout")
+_second = operator.itemgetter(1)
 
 
 def _own_part(parameter: torch.Tensor) -> torch.Tensor | None:

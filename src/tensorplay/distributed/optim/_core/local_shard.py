@@ -25,6 +25,13 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def any_is_dtensor(values: Iterable[Any]) -> bool:
+    """Whether one of many values is a ``DTensor``."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kinds = set(map(type, values)) if module is not None else set()
+    return any(issubclass(kind, module.DTensor) for kind in kinds)  # type: ignore[union-attr] # there are kinds only where it isn't None
+
+
 def local_memory(parameter: torch.Tensor) -> torch.Tensor:
     """What holds the elements of a parameter on this rank: itself, or its local tensor."""
     if not is_dtensor(parameter):

@@ -6,7 +6,7 @@ gradients; then the slices are gathered. On gloo this sends what an all-reduce s
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from weakref import WeakMethod
 
 import torch
@@ -178,10 +178,11 @@ class AveragedEverywhere(GradientReducer):
             self.parameters[index].grad = None
         return {index for index, kind in kinds.items() if kind == _DENSE}
 
-    def _kind_of(self, gradient: torch.Tensor | None) -> int:
-        if gradient is None:
-            return _NONE
-        return _SPARSE if gradient.is_sparse else _DENSE
+    def _kinds_of(self, gradients: Sequence[torch.Tensor | None]) -> Iterable[int]:
+        return [
+            _NONE if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
+            for gradient in gradients
+        ]
 
     def _find_unreducible(self) -> Exception | None:
         for index, layout in self.backward_pass.layouts.items():

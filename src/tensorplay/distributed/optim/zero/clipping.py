@@ -22,7 +22,7 @@ def gradient_from(
     """
     rank = communicator.members.group_rank
     start, end = cuts[rank], cuts[rank + 1]
-    gradient = parameter.grad if start < end else None
+    gradient = parameter.grad if start < end or not spec.numel else None
     exists = torch.tensor(
         [gradient is not None], dtype=torch.uint8, device=communicator.transport_device()
     )
@@ -31,6 +31,8 @@ def gradient_from(
         return None
     copy = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
     flat = copy.as_strided((spec.numel,), (1,))
+    if not spec.numel:
+        return copy
     if isinstance(gradient, PartialGradient):
         assert gradient.own is not None  # noqa: S101 - narrows a type; this rank owns some of it
         flat[start:end] = gradient.own

@@ -90,6 +90,8 @@ class FlatSlices:
         self._specs: Sequence[ParameterSpec] = ()
         self._flats: list[torch.Tensor] = []
         self._num_buckets = 0
+        self.num_formed = 0
+        """How often other slices were formed."""
         self.slices: list[FlatSlice] = []
 
     def plan(
@@ -142,6 +144,7 @@ class FlatSlices:
         """Goes back to ``slices`` of the first ``num_buckets`` buckets."""
         self.slices = list(slices)
         self._num_buckets = num_buckets
+        self.num_formed += 1
 
     @property
     def num_buckets(self) -> int:
@@ -222,6 +225,7 @@ class FlatSlices:
         cut = [self._slice(each, part) for part in parts]
         place = next(i for i, candidate in enumerate(self.slices) if candidate is each)
         self.slices[place : place + 1] = cut
+        self.num_formed += 1
         if each.tensor in optimizer.state:
             state = optimizer.state.pop(each.tensor)
             for part in cut:
@@ -297,6 +301,7 @@ class FlatSlices:
                 if state is not None:
                     states[each.tensor] = state
         self.slices = formed
+        self.num_formed += 1
         return states
 
     def _form(self, slices: Sequence[FlatSlice], saved: Mapping[int, Any]) -> list[FlatSlice]:

@@ -215,6 +215,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._flat_step = bool(flat_step)
         self._is_confirmed_elementwise = bool(elementwise)
         self._consolidated: dict[str, Any] | None = None
+        self._owned: tuple[Any, list[torch.Tensor]] = ((), [])
         self._gradients: Gradients = (
             ReducedToOwners(
                 self._communicator,
@@ -973,11 +974,18 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         )
 
     def _owned_memories(self) -> list[torch.Tensor]:
-        return [
-            parameter
-            for parameter in all_parameters(self.optim.param_groups)
-            if parameter not in self._placeholders and not is_dtensor(parameter)
-        ]
+        """What the local optimizer steps in memory that must stay."""
+        formed = len(self.param_groups), self._slices.num_formed
+        if self._owned[0] != formed:
+            self._owned = (
+                formed,
+                [
+                    parameter
+                    for parameter in all_parameters(self.optim.param_groups)
+                    if parameter not in self._placeholders and not is_dtensor(parameter)
+                ],
+            )
+        return self._owned[1]
 
     def _require_rank(self, rank: Any) -> GroupRank:
         world_size = self._communicator.members.world_size
