@@ -196,6 +196,30 @@ class ShardedGradients(Trainer):
         self.optimizer.clip_grad_norm_(max_norm)  # type: ignore[attr-defined] # mypy can't see that it has this
 
 
+class GatheredInForward(ShardedGradients):
+    """Parameters arrive while the next forward goes on."""
+
+    def full_parameters(self) -> list[Tensor]:
+        """See :class:`Trainer`."""
+        self.optimizer.wait()  # type: ignore[attr-defined] # only this optimizer has it
+        return super().full_parameters()
+
+
+def _tensorplay_gathered_in_forward(module: nn.Module) -> Trainer:
+    from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(),
+        AdamW,
+        shard_gradients=True,
+        partition="elements",
+        overlap_with_forward=True,
+        module=module,
+        **FUSED,
+    )
+    return GatheredInForward(module, zero, zero.optim)
+
+
 def _tensorplay_sharded(**options: Any) -> Callable[[nn.Module], Trainer]:
     def build(module: nn.Module) -> Trainer:
         from tensorplay.distributed.optim import ZeroRedundancyOptimizer
@@ -306,6 +330,14 @@ CANDIDATES = {
             "tensorplay ZeRO, sharded gradients, elements",
             "tensorplay",
             _tensorplay_sharded(partition="elements"),
+            is_exact=False,
+            tolerance=NORM_TOLERANCE,
+        ),
+        Candidate(
+            "zero-forward",
+            "tensorplay ZeRO, elements, gathered in forward",
+            "tensorplay",
+            _tensorplay_gathered_in_forward,
             is_exact=False,
             tolerance=NORM_TOLERANCE,
         ),

@@ -8,7 +8,8 @@ that packing one overlaps with sending the other.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -187,14 +188,34 @@ class ParameterBuckets:
         Raises:
             CommunicationError: if the backend fails or times out, naming bucket and rank.
         """
-        launched: list[tuple[int, Waitable]] = []
-        number = -1
+        launched = [
+            (number, self.launch(number, communicator)) for number in self.numbers(trainable)
+        ]
+        for number, gathering in launched:
+            self.finish(number, gathering)
+
+    def numbers(self, trainable: bool) -> list[int]:
+        """The numbers of the buckets that were trainable, or frozen, when they were planned."""
+        return [
+            number
+            for number, bucket in enumerate(self.buckets)
+            if bucket.layout.trainable == trainable
+        ]
+
+    def launch(self, number: int, communicator: Communicator) -> Waitable:
+        """Begins to gather a bucket; :meth:`finish` ends it."""
+        with self._naming(number):
+            return self.buckets[number].launch(communicator)
+
+    def finish(self, number: int, gathering: Waitable) -> None:
+        """Waits until a bucket's parameters are there."""
+        with self._naming(number):
+            gathering.wait()
+
+    @contextmanager
+    def _naming(self, number: int) -> Iterator[None]:
         try:
-            for number, bucket in enumerate(self.buckets):
-                if bucket.layout.trainable == trainable:
-                    launched.append((number, bucket.launch(communicator)))
-            for number, gathering in launched:  # noqa: B007 - the message names it
-                gathering.wait()
+            yield
         except CommunicationError as error:
             slots = self.buckets[number].layout.slots
             raise CommunicationError(

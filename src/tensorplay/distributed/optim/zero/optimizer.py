@@ -68,6 +68,7 @@ from tensorplay.distributed.optim.zero.flat_slices import (
     StateByParameter,
     merge,
 )
+from tensorplay.distributed.optim.zero.forward_gather import ForwardGather
 from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
 from tensorplay.distributed.optim.zero.gradients import (
     AveragedElsewhere,
@@ -134,7 +135,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             which raises if it's taken for a gradient. A step sends what plain DDP sends, a third
             less than DDP with sharded state. At construction every rank gets the parameters of
             group rank 0. See also :meth:`no_sync`, :meth:`clip_grad_norm_`, :meth:`full_grad`.
-        module: with ``shard_gradients=True``: the module that is trained. Its parameters and buffers
+        module: the module that is trained, for ``shard_gradients=True`` or
+            ``overlap_with_forward=True``. With the former its parameters and buffers
             are those of group rank 0 from the start, and its buffers (BatchNorm's statistics) again
             after each backward, as under DDP.
         overlap_with_backward: with ``shard_gradients=True``: whether gradients are sent while
@@ -142,6 +144,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             where parameters are on an accelerator; on CPUs that communicate and compute with the
             same cores nothing is gained. Hooks of yours that are called after a gradient has been
             accumulated may then find ``None``.
+        overlap_with_forward: with ``module=``: :meth:`step` doesn't wait for the updated parameters of
+            other ranks; the next forward does, module by module, as does whatever reads or loads
+            ``module.state_dict()``. Before anything else reads parameters (an EMA, ``deepcopy``, a
+            plot, another module's weight), call :meth:`wait`: it would see old values. Works best
+            where parameters don't pass through staging buffers: ``parameters_as_bucket_view=True``.
         partition: ``"parameters"``: each belongs to one rank as a whole, which works with any
             optimizer class. ``"elements"``: all are cut evenly, at any element, so that every rank
             has the same load however large the largest parameter is; the class must be
@@ -194,6 +201,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         shard_gradients: bool = False,
         module: nn.Module | None = None,
         overlap_with_backward: bool | None = None,
+        overlap_with_forward: bool = False,
         partition: str = "parameters",
         flat_step: bool = False,
         elementwise: bool = False,
@@ -225,11 +233,15 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 during_backward=overlap_with_backward,
             )
             if shard_gradients
-            else AveragedElsewhere(self._communicator.members.group_rank, module)
+            else AveragedElsewhere(
+                self._communicator.members.group_rank, None if overlap_with_forward else module
+            )
         )
+        self._forward_gather: ForwardGather | None = None
         error = None
         try:
             self._plan_and_build(params, optimizer_class, defaults)
+            _require_module(module, needed=overlap_with_forward)
         except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
             error = problem
         self._agreement.settle(
@@ -240,6 +252,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 "parameters_as_bucket_view": self.parameters_as_bucket_view,
                 "partition of each group": list(self._partitions),
                 "flat_step": self._flat_step,
+                "overlap_with_forward": bool(overlap_with_forward),
                 "gradients": self._gradients.describe(),
                 **self._describe_parameters(),
                 **describe_options(self.param_groups),
@@ -251,6 +264,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._buckets = ParameterBuckets(self._memories, self._communicator.members.group_rank)
         self._move_into_buckets("__init__", self._plan.layouts)
         self._gradients.watch(self._parameters, self._plan, self._plan.gradient_layouts)
+        if overlap_with_forward and module is not None:
+            self._forward_gather = ForwardGather(module, self._buckets, self._parameters)
 
     def _plan_and_build(
         self, params: Iterable[Any], optimizer_class: type[Optimizer], defaults: dict[str, Any]
@@ -304,6 +319,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         if "optim" not in vars(self):  # `Optimizer.__init__` adds the first groups
             super().add_param_group(param_group)
             return
+        self.wait()
         before = len(self.param_groups), len(self.optim.param_groups), len(self._parameters)
         plan, members, error = self._plan, self._members, None
         slices, num_flat = tuple(self._slices.slices), self._slices.num_buckets
@@ -356,6 +372,20 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._gradients.watch(
             self._parameters, self._plan, self._plan.gradient_layouts[len(plan.gradient_layouts) :]
         )
+        if self._forward_gather is not None:
+            self._forward_gather.watch()
+
+    def wait(self) -> None:
+        """Waits for parameters that other ranks have updated, before they are read by other means.
+
+        With ``overlap_with_forward=True``; otherwise there is nothing to wait for. It begins no
+        communication: any rank may call it alone.
+
+        Raises:
+            CommunicationError: if the backend fails or a rank doesn't come in time.
+        """
+        if self._forward_gather is not None:
+            self._forward_gather.wait()
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps what this rank owns, then brings every rank's parameters up to date.
@@ -378,6 +408,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 storage, dtype, shape or device was replaced, or the parameters in ``param_groups``
                 were; on every rank, before anything changes.
         """
+        self.wait()
         if self._join_config.enable:
             self._take_part_in_join(closure)
         with record_function(f"{type(self).__name__}.agree"):
@@ -614,7 +645,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     @torch.no_grad()
     def _gather_parameters(self, error: Exception | None) -> None:
         """Gathers the trainable buckets, and the frozen ones if one was thawed since the plan."""
-        self._buckets.gather(self._communicator, trainable=True)
+        if self._forward_gather is None:
+            self._buckets.gather(self._communicator, trainable=True)
         failure, thawed = None, int(self._owned_frozen_was_thawed())
         try:
             thawed = self._agreement.settle("step (update)", error=error, flag=thawed)
@@ -622,7 +654,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             raise
         except Exception as problem:  # noqa: BLE001 - raised below, when the replicas agree again
             failure, thawed = problem, 1
-        if thawed:
+        if self._forward_gather is not None:  # what ranks agree on would queue up behind it
+            self._forward_gather.launch(self._communicator, frozen=bool(thawed))
+        elif thawed:
             self._buckets.gather(self._communicator, trainable=False)
         if failure:
             raise failure
@@ -1011,6 +1045,14 @@ def _placeholder_like(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter without elements, of the same dtype, device and number of axes."""
     empty = local_memory(parameter).detach().new_empty((0,) * max(1, parameter.ndim))
     return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _require_module(module: nn.Module | None, *, needed: bool) -> None:
+    if needed and not isinstance(module, nn.Module):
+        raise ValueError(
+            f"overlap_with_forward=True needs module=, the module whose forward is to wait for the "
+            f"parameters; it is {module!r}"
+        )
 
 
 def _merged(
