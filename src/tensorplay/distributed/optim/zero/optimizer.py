@@ -250,12 +250,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             if error
             else {
                 "parameters_as_bucket_view": self.parameters_as_bucket_view,
-                "partition of each group": list(self._partitions),
                 "flat_step": self._flat_step,
                 "overlap_with_forward": bool(overlap_with_forward),
                 "gradients": self._gradients.describe(),
                 **self._describe_parameters(),
                 **describe_options(self.param_groups),
+                "partition of each group": list(self._partitions),
                 "optimizer_class": f"{type(self.optim).__module__}.{type(self.optim).__qualname__}",
                 "world_size": self._communicator.members.world_size,
             },
