@@ -188,6 +188,24 @@ class PackedGradients:
         return self._flat
 
 
+class PackedWhenSent(PackedGradients):
+    """Small parameters whose gradients come one by one, and are packed when all are there.
+
+    So only buckets that are under way have a buffer.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(layout, specs, parameters, keep=False)
+
+    def arm_(self) -> None:
+        """Nothing to prepare: the gradients will be fresh."""
+
+
 class SoleGradient:
     """One large parameter, whose gradient is sent from its own memory."""
 

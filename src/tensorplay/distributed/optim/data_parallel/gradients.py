@@ -183,7 +183,8 @@ class AveragedEverywhere(GradientReducer):
             return _NONE
         return _SPARSE if gradient.is_sparse else _DENSE
 
-    def _find_unreducible(self) -> Exception | None:
+    def find_unreducible(self) -> Exception | None:
+        """See :class:`GradientReducer`."""
         for index, layout in self.backward_pass.layouts.items():
             if layout is not torch.sparse_coo:
                 return TypeError(

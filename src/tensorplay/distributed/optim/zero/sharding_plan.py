@@ -12,6 +12,9 @@ from tensorplay.distributed.optim._core.partition import WholePartition, partiti
 CAPACITY_BYTES = 25 * 1024 * 1024
 """Of a bucket at most: the same as DDP's, large enough to fill any link."""
 
+STEPPED_CAPACITY_BYTES = CAPACITY_BYTES // 4
+"""Of a bucket that is stepped during backward: while one fills, others are reduced and received."""
+
 ALONE_BYTES = 512 * 1024
 """Of a parameter whose gradient is sent from its own memory: copying it would take longer."""
 
@@ -43,6 +46,7 @@ class ShardingPlan:
         num_ranks: int,
         *,
         resident: bool = False,
+        steps_in_backward: bool = False,
         before: "ShardingPlan | None" = None,
     ) -> "ShardingPlan":
         """Plans for ``parameters``, which begin with those of ``before``; these stay as they are.
@@ -51,6 +55,8 @@ class ShardingPlan:
             parameters: all of them, by index.
             num_ranks: how many ranks share them.
             resident: whether parameters that can are to live in their buckets.
+            steps_in_backward: whether each bucket is reduced, stepped and gathered by itself, so
+                that gradients and parameters have the same ones.
             before: an earlier plan of the first parameters.
 
         Raises:
@@ -63,6 +69,17 @@ class ShardingPlan:
             _refuse_bridges(described[:num_planned], before.partition)
         specs = (before.specs if before else ()) + described[num_planned:]
         partition = partition_whole(specs, num_ranks, before.partition if before else None)
+        if steps_in_backward:
+            layouts = layout_buckets(
+                specs[num_planned:],
+                partition.owners[num_planned:],
+                num_ranks,
+                STEPPED_CAPACITY_BYTES,
+                resident_capacity_bytes=STEPPED_CAPACITY_BYTES if resident else None,
+                alone_bytes=ALONE_BYTES,
+            )
+            earlier = before.layouts if before else ()
+            return cls(specs, partition, earlier + layouts, earlier + layouts)
         layouts = layout_buckets(
             specs[num_planned:],
             partition.owners[num_planned:],
