@@ -208,13 +208,24 @@ class StepDuringBackward:
         self._end(was_aborted=False)
 
     def abandon(self) -> None:
-        """Takes part to the end in what has been begun: other ranks wait for it. Drops gradients."""
-        if self._is_open and self._is_settled:
+        """Takes part to the end in what has been begun: other ranks wait for it. Drops gradients.
+
+        Raises:
+            RuntimeError: if that was late: the next forward has read the parameters already.
+        """
+        has_begun = self._is_open and self._is_settled
+        if has_begun:
             self._is_stopped = True
             self._end(was_aborted=True)
         self._is_open = False
         self._postponed.clear()
         self._drop_gradients()
+        if has_begun and torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - torch has no public name for it
+            raise RuntimeError(
+                "the last backward pass ended in an exception, and updates that were under way have "
+                "ended only now, when forward had used the parameters again. After such an exception "
+                "call zero_grad() before the next forward, on every rank; from here on all is well"
+            )
 
     @torch.no_grad()
     def _end(self, *, was_aborted: bool) -> None:

@@ -180,6 +180,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 "overlap_with_ddp=True is not available yet; leave it False: the step then runs "
                 "after backward, with the same result"
             )
+        if overlap_with_ddp and overlap_with_backward is False:
+            raise ValueError(
+                "overlap_with_backward=False keeps reductions out of backward, where "
+                "overlap_with_ddp=True has them and the step; leave one of them out"
+            )
         Joinable.__init__(self)
         self._has_joined = False
         self._is_following = False

@@ -12,7 +12,7 @@ from tensorplay.distributed.optim._core.partition import WholePartition, partiti
 CAPACITY_BYTES = 25 * 1024 * 1024
 """Of a bucket at most: the same as DDP's, large enough to fill any link."""
 
-STEPPED_CAPACITY_BYTES = CAPACITY_BYTES // 4
+STEPPED_CAPACITY_BYTES = CAPACITY_BYTES // 2
 """Of a bucket that is stepped during backward: while one fills, others are reduced and received."""
 
 ALONE_BYTES = 512 * 1024

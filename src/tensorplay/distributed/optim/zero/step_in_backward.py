@@ -59,6 +59,8 @@ class StepAndGather:
         self._parameters = parameters
         self._buckets = buckets
         self._stepper = BucketStepper(optimizer.optim)
+        # So that a GradScaler calls step() in any case, which refuses.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # noqa: SLF001 - where GradScaler looks
 
     def refresh(self) -> None:
         """Groups or state of the local optimizer have been replaced, or parameters added."""
