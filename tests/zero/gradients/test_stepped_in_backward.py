@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from tensorplay.distributed.optim import ZeroRedundancyOptimizer
 from tensorplay.distributed.optim.zero import sharding_plan
 from tests.reference.data_parallel import Passes, Twins, make_parameters, squares
+from tests.reference.training import require_equal, values_of
+from tests.zero import test_join
 from tests.zero.gradients import test_oracle, test_passes
 from tests.zero.gradients.test_passes import make
 
@@ -279,3 +281,40 @@ def test_buckets_follow_the_order_of_backward_from_the_second_on(run: Run) -> No
     for most in run(2, _registered_in_forward_order):
         assert most[0] == 5  # all but that of the hook, which is called after ours
         assert most[2] == 0
+
+
+def _joined(ours: bool, by_initial_world_size: bool) -> list[torch.Tensor]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = test_join.make_net()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        overlap_with_ddp=True,
+        shard_gradients=True,
+        **test_join.ADAMW,
+    )
+    scheduler = test_join.decay(optimizer)
+    join = test_join.Join if ours else test_join.TorchJoin
+    with join([optimizer], divide_by_initial_world_size=by_initial_world_size):
+        for number in range(test_join.BATCHES[world_size][rank]):
+            optimizer.zero_grad()
+            if number % 2:
+                with optimizer.no_sync():
+                    (0 * test_join.loss_of(model, rank, number)).backward()
+            test_join.loss_of(model, rank, number).backward()
+            optimizer.step()
+            scheduler.step()
+    expected = test_join.train_as_one(world_size, by_initial_world_size=by_initial_world_size)
+    for plain, actual in zip(expected, model.parameters(), strict=True):
+        torch.testing.assert_close(actual, plain, rtol=1e-4, atol=2e-6)
+    return values_of(model.parameters())
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("by_initial_world_size", [True, False])
+def test_a_joined_rank_steps_what_it_owns(
+    run: Run, ours: bool, by_initial_world_size: bool
+) -> None:
+    first, *others = run(3, _joined, ours, by_initial_world_size)
+    for other in others:
+        require_equal(first, other)
