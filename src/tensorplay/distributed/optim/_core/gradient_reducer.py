@@ -135,6 +135,20 @@ class GradientReducer:
         if self._during_backward and not self.parameters:
             self._schedule = self._schedule_during_backward()
         self.parameters.extend(added)
+        self.lay_out(specs, layouts)
+        start = len(self.parameters) - len(added)
+        self.backward_pass.watch(added)
+        if self._schedule.hears_ready:
+            reference = weakref.ref(self._schedule)
+
+            def ready(place: int) -> None:
+                if (schedule := reference()) is not None:
+                    schedule.ready(start + place)
+
+            self.backward_pass.notify_ready(added, ready)
+
+    def lay_out(self, specs: Sequence[ParameterSpec], layouts: Sequence[BucketLayout]) -> None:
+        """Adds buckets for parameters that are watched."""
         rank = self._communicator.members.group_rank
         self._foreign.extend(
             self.parameters[slot.parameter]
@@ -153,16 +167,6 @@ class GradientReducer:
                 keep = layout.trainable and num_kept < self._num_kept
                 num_kept += 1
                 self.buckets.append(PackedGradients(layout, specs, self.parameters, keep=keep))
-        start = len(self.parameters) - len(added)
-        self.backward_pass.watch(added)
-        if self._schedule.hears_ready:
-            reference = weakref.ref(self._schedule)
-
-            def ready(place: int) -> None:
-                if (schedule := reference()) is not None:
-                    schedule.ready(start + place)
-
-            self.backward_pass.notify_ready(added, ready)
 
     def _schedule_during_backward(self) -> Schedule:
         if self._stage is None:

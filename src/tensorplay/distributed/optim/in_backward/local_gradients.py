@@ -18,11 +18,13 @@ Note [Final gradients]
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from tensorplay.distributed.optim._core.nested_backward import is_nested
 
@@ -65,6 +67,36 @@ class LocalGradients:
         self._task = -1
         self._is_nested = False
         self._last_stepped: torch.Tensor | None = None
+        self._hooks: dict[int, RemovableHandle] = {}
+
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Also receives the gradients of ``parameters``; frozen ones, once they are thawed."""
+        for parameter in parameters:
+            requires_grad = parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen one refuses hooks, and keeps those it has
+            hook = parameter.register_post_accumulate_grad_hook(self.receive)  # type: ignore[no-untyped-call] # torch leaves it untyped
+            parameter.requires_grad_(requires_grad)
+            self._hooks[id(parameter)] = hook
+
+    def unwatch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Receives the gradients of ``parameters`` no longer."""
+        for parameter in parameters:
+            hook = self._hooks.pop(id(parameter), None)
+            if hook is not None:
+                hook.remove()
+            self._kept.pop(id(parameter), None)
+
+    def replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """``new`` takes the place of ``old``."""
+        self.unwatch([old])
+        self.watch([new])
+
+    def begin_forward(self) -> None:
+        """Nothing to do."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing is sent anyway; the consumer says that it is accumulating."""
+        return nullcontext()
 
     def receive(self, parameter: torch.Tensor) -> None:
         """The hook: a graph has added its part to ``parameter.grad``."""
@@ -98,10 +130,6 @@ class LocalGradients:
     def has_kept(self) -> bool:
         """Whether gradients are left from an earlier backward."""
         return any(parameter.grad is not None for parameter in self._kept.values())
-
-    def forget(self, parameter: torch.Tensor) -> None:
-        """Drops what is known of a parameter that is received no longer."""
-        self._kept.pop(id(parameter), None)
 
     def _enter(self, task: int) -> None:
         """A hook fires in another backward than the one before."""
