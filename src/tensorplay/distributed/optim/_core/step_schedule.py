@@ -18,7 +18,8 @@ Note [Second gradients]
 Note [Stopping]
     When something goes wrong on one rank, the others wait for what it was to send. So it sends, but
     marked as unusable; nobody steps such a bucket, and when backward ends all ranks raise. What was
-    stepped before stays stepped, alike on every rank.
+    stepped before stays stepped, alike on every rank; but where every rank steps for itself, a
+    bucket whose step has failed on one of them isn't the same on all.
 """
 
 import json
@@ -391,7 +392,8 @@ class StepDuringBackward:
         return RuntimeError(
             f"parameter {index}, of shape {shape}, has been updated in this backward and now gets "
             "another gradient, from reentrant checkpointing of a part of the model; use "
-            "checkpoint(..., use_reentrant=False)"
+            "checkpoint(..., use_reentrant=False), or apply_optimizer_in_backward with module=, which "
+            "sees such a use in forward, and updates the parameter when backward ends"
         )
 
 
