@@ -46,6 +46,22 @@ def _backward(model: nn.Module, step: int) -> None:
     x.backward()
 
 
+def least_peak(backward: Callable[[], None]) -> tuple[int, int]:
+    """The most bytes alive in a backward beside those before, and those kept after it.
+
+    A thread of gloo's may let go of a message a moment after it has been awaited: of several tries
+    the best one counts.
+    """
+    before, peaks, after = [], [], []
+    for _ in range(4):
+        before.append(live_bytes())
+        with peak_at_communication() as seen:
+            backward()
+        peaks.append(max(seen))
+        after.append(live_bytes())
+    return min(peaks) - min(before), min(after) - min(before)
+
+
 def _measure(kind: str, resident: bool) -> dict[str, float]:
     with few_objects(), small_buckets():
         model = make_parameters(*KINDS[kind])
@@ -61,15 +77,12 @@ def _measure(kind: str, resident: bool) -> dict[str, float]:
         )
         for step in range(2):
             _backward(model, step)
-        before = live_bytes()
-        with peak_at_communication() as seen:
-            _backward(model, 2)
-        kept = live_bytes() - before
+        peak, kept = least_peak(lambda: _backward(model, 2))
         del optimizer
         return {
             "gradients": sum(parameter.nbytes for parameter in model.parameters()),
             "largest": max(parameter.nbytes for parameter in model.parameters()),
-            "peak": max(seen) - before,
+            "peak": peak,
             "kept": kept,
         }
 

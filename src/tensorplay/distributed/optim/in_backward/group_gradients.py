@@ -40,8 +40,11 @@ from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.transfers import Transfer
 from tensorplay.distributed.optim.in_backward.local_gradients import Consumer
 
-CAPACITY_BYTES = 25 * 1024 * 1024 // 2
-"""Of a bucket, and of what travels at a time: while one fills, others are reduced."""
+CAPACITY_BYTES = 25 * 1024 * 1024 // 3
+"""Of a bucket, and of what travels at a time.
+
+While one fills, others are reduced: together less than two of 25 MB.
+"""
 
 ALONE_BYTES = 512 * 1024
 """Of a parameter whose gradient is sent from its own memory: copying it would take longer."""
