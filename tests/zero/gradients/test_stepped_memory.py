@@ -22,9 +22,9 @@ Run = Callable[..., list[Any]]
 CAPACITY = 256 * 1024
 LARGE = (400, 400)
 KINDS: dict[str, Any] = {
-    "small": [(25, 40)] * 400,
+    "small": [(100, 40)] * 120,
     "large": [LARGE] * 8,
-    "both": [*[LARGE, *[(25, 40)] * 40] * 5],
+    "both": [LARGE, *[(100, 40)] * 10] * 5,
 }
 
 
@@ -53,7 +53,7 @@ def least_peak(backward: Callable[[], None]) -> tuple[int, int]:
     the best one counts.
     """
     before, peaks, after = [], [], []
-    for _ in range(4):
+    for _ in range(3):
         before.append(live_bytes())
         with peak_at_communication() as seen:
             backward()
