@@ -205,6 +205,19 @@ class PackedWhenSent(PackedGradients):
     def arm_(self) -> None:
         """Nothing to prepare: the gradients will be fresh."""
 
+    def local(self) -> torch.Tensor:
+        """See :class:`GradientBucket`; the buffer is new, and zero."""
+        flat = self._allocate()
+        pairs = [
+            (view, parameter.grad.detach())
+            for (_, parameter), view in zip(self._members, self._views, strict=True)
+            if parameter.grad is not None
+        ]
+        if pairs:
+            views, gradients = zip(*pairs, strict=True)
+            torch._foreach_copy_(views, gradients)
+        return flat
+
 
 class SoleGradient:
     """One large parameter, whose gradient is sent from its own memory."""
