@@ -206,17 +206,25 @@ class PackedWhenSent(PackedGradients):
         """Nothing to prepare: the gradients will be fresh."""
 
     def local(self) -> torch.Tensor:
-        """See :class:`GradientBucket`; the buffer is new, and zero."""
-        flat = self._allocate()
-        pairs = [
-            (view, parameter.grad.detach())
-            for (_, parameter), view in zip(self._members, self._views, strict=True)
-            if parameter.grad is not None
-        ]
-        if pairs:
-            views, gradients = zip(*pairs, strict=True)
-            torch._foreach_copy_(views, gradients)
-        return flat
+        """See :class:`GradientBucket`; the buffer is new, and zero where there are no gradients."""
+        layout = self.layout
+        pieces: list[torch.Tensor] = []
+        ends = [*(slot.offset for slot in layout.slots[1:]), layout.numel]
+        nothing = torch.zeros(1, dtype=layout.dtype, device=layout.device)
+        for (index, parameter), slot, end in zip(self._members, layout.slots, ends, strict=True):
+            gradient, spec = parameter.grad, self._specs[index]
+            filled = slot.offset
+            if gradient is not None:
+                if gradient.stride() != spec.stride or gradient.dtype != layout.dtype:
+                    planned = torch.empty_strided(
+                        spec.shape, spec.stride, dtype=layout.dtype, device=layout.device
+                    )
+                    gradient = planned.copy_(gradient)
+                pieces.append(gradient.as_strided((slot.numel,), (1,)))
+                filled += slot.numel
+            if filled < end:
+                pieces.append(nothing.expand(end - filled))
+        return torch.cat(pieces)
 
 
 class SoleGradient:
