@@ -362,6 +362,40 @@ def test_several_optimizers_and_their_removal(run: Run) -> None:
     run(2, _two_optimizers)
 
 
+def _side_by_side() -> None:
+    """Two calls for the halves of a model: two reductions in one backward."""
+    twins = GroupTwins(
+        make, params_of=lambda model: list(model.parameters())[:4], with_module=False
+    )
+    rest = [list(model.parameters())[4:] for model in (twins.plain_model, twins.model)]
+    plain = torch.optim.SGD(rest[0], **SGD)
+    apply_optimizer_in_backward(torch.optim.SGD, rest[1], SGD, process_group=twins.group)
+    for step in range(3):
+        squares(step)(twins.model, twins.rank)
+        twins.plain_step(squares(step))
+        plain.step()
+        plain.zero_grad()
+        twins.require_same(f"step {step}")
+
+
+def test_two_registrations_of_one_model(run: Run) -> None:
+    run(3, _side_by_side)
+
+
+def _autograd_notices() -> str:
+    twins = GroupTwins(make)
+    loss = square_loss(twins.model.parameters(), twins.rank)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+def test_a_second_backward_through_a_graph_raises(run: Run) -> None:
+    for message in run(2, _autograd_notices):
+        assert "modified by an inplace operation" in message
+
+
 def _removed() -> None:
     twins = GroupTwins(make)
     twins.train(squares)

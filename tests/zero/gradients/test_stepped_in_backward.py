@@ -317,3 +317,26 @@ def test_a_joined_rank_steps_what_it_owns(
     first, *others = run(3, _joined, ours, by_initial_world_size)
     for other in others:
         require_equal(first, other)
+
+
+def _state_made_by_a_step_without_effect() -> int:
+    """As ``torch.distributed.checkpoint`` asks for it; not every rank need do it."""
+    with stepping():
+        twins = Twins(lambda: make_parameters((3, 4), (17,), (5,)))
+    before = values_of(twins.model.parameters())
+    for parameter in twins.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    learning_rate = twins.sharded.param_groups[0]["lr"]
+    twins.sharded.param_groups[0]["lr"] = 0.0
+    if twins.rank != 1:
+        twins.sharded.step()
+    twins.sharded.param_groups[0]["lr"] = learning_rate
+    twins.sharded.zero_grad()
+    require_equal(before, values_of(twins.model.parameters()))
+    return test_passes.num_parameters_in(twins.sharded.state)
+
+
+def test_a_step_without_effect_makes_state(run: Run) -> None:
+    first, second = run(2, _state_made_by_a_step_without_effect)
+    assert first > 0
+    assert second == 0

@@ -24,7 +24,8 @@ Note [Stopping]
 
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -132,6 +133,7 @@ class _Sent(NamedTuple):
 class _Gathered(NamedTuple):
     """A gather under way."""
 
+    bucket: GradientBucket
     gathering: Waitable
     nbytes: int
 
@@ -338,8 +340,9 @@ class StepDuringBackward:
         transfer.contributions.clear()
         if not transfer.is_last:
             return
-        told = usage.wait()
         slots = transfer.bucket.layout.slots
+        with _named("learning which parameters are used", transfer.bucket):
+            told = usage.wait()
         used: set[int] = set()
         if told is not None:
             used = {slot.parameter for slot, is_used in zip(slots, told, strict=True) if is_used}
@@ -349,14 +352,16 @@ class StepDuringBackward:
             self._stop(error)
         transfer.bucket.release()
         kept = transfer.local.nbytes if self._stage.steps_everywhere else 0
-        self._gathered.append(_Gathered(self._stage.gather(number, transfer, used), kept))
+        gathering = self._stage.gather(number, transfer, used)
+        self._gathered.append(_Gathered(transfer.bucket, gathering, kept))
         while len(self._gathered) > NUM_GATHERED:
             self._complete_oldest()
 
     def _complete_oldest(self) -> None:
-        gathering, _ = self._gathered.popleft()
+        bucket, gathering, _ = self._gathered.popleft()
         try:
-            gathering.wait()
+            with _named("gathering", bucket):
+                gathering.wait()
         except Exception as error:  # noqa: BLE001 - as above
             self._stop(error)
 
@@ -398,3 +403,16 @@ class StepDuringBackward:
 
 
 _HAS_NEW_ORDER, _HAS_THAWED = 1, 2
+
+
+@contextmanager
+def _named(what: str, bucket: GradientBucket) -> Iterator[None]:
+    """Failures of communication inside say in which bucket."""
+    try:
+        yield
+    except CommunicationError as error:
+        slots = bucket.layout.slots
+        raise CommunicationError(
+            f"{what} failed in the bucket that holds {len(slots)} parameters (the first is number "
+            f"{slots[0].parameter}), {error}"
+        ) from error
