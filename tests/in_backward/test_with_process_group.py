@@ -555,6 +555,29 @@ def test_an_aborted_backward(run: Run, on: str, with_module: bool) -> None:
             assert "before the next forward" in message
 
 
+def _zeroed_after_an_exception() -> str:
+    twins = GroupTwins(make, torch.optim.SGD, SGD, with_module=False)
+    message = ""
+    for on_every_rank in (True, False):
+        try:
+            if on_every_rank or twins.rank == 1:
+                aborted(twins.model, twins.rank)
+                twins.inside.zero_grad()
+            else:
+                squares(1)(twins.model, twins.rank)
+        except RuntimeError as error:
+            assert not on_every_rank
+            message = str(error)
+        require_replicas_equal(twins)
+        twins.train(squares)
+    return message
+
+
+def test_zero_grad_after_an_aborted_backward(run: Run) -> None:
+    for message in run(2, _zeroed_after_an_exception):
+        assert "exception" in message
+
+
 class Fails(torch.optim.SGD):
     on_rank = -1
 

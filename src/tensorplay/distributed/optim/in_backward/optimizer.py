@@ -337,6 +337,19 @@ class InBackwardOptimizer(WrappedOptimizer):
             )
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``; the loop doesn't need it.
+
+        With ``process_group=`` it also brings a backward to its end that an exception has ended
+        here, as far as other ranks wait for it.
+
+        Raises:
+            RankDisagreementError: if that exception was not raised on every rank; the others raise
+                too.
+        """
+        self.begin_forward()
+        super().zero_grad(set_to_none)
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, backward adds to the gradients and updates nothing; the next backward outside does.
