@@ -75,8 +75,8 @@ class Trainer:
         )
 
 
-class OverlappedTorchZero(Trainer):
-    """torch's ZeRO under its communication hook: backward has already stepped."""
+class SteppedInBackward(Trainer):
+    """Backward has already stepped."""
 
     def step_(self) -> None:
         """Frees the gradients."""
@@ -154,7 +154,7 @@ def _torch_zero_overlapped(module: nn.Module) -> Trainer:
     with mock.patch.object(dist, "get_backend", return_value="nccl"):
         hook = hook_with_zero_step(allreduce_hook, ddp, zero)
     ddp.register_comm_hook(None, hook)
-    return OverlappedTorchZero(ddp, zero, _LateLocalOptimizer(zero))
+    return SteppedInBackward(ddp, zero, _LateLocalOptimizer(zero))
 
 
 class _LateLocalOptimizer:
@@ -230,6 +230,36 @@ def _tensorplay_sharded(**options: Any) -> Callable[[nn.Module], Trainer]:
         return ShardedGradients(module, zero, zero.optim)
 
     return build
+
+
+def _tensorplay_sharded_overlapped(module: nn.Module) -> Trainer:
+    from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(),
+        AdamW,
+        parameters_as_bucket_view=True,
+        shard_gradients=True,
+        overlap_with_ddp=True,
+        **FUSED,
+    )
+    return SteppedInBackward(module, zero, zero.optim)
+
+
+class InBackward(Trainer):
+    """Backward has stepped and freed the gradients."""
+
+    def step_(self) -> None:
+        """Nothing is left to do."""
+
+
+def _tensorplay_in_backward(module: nn.Module) -> Trainer:
+    from tensorplay.distributed.optim import apply_optimizer_in_backward
+
+    inside = apply_optimizer_in_backward(
+        AdamW, module.parameters(), FUSED, process_group=dist.group.WORLD
+    )
+    return InBackward(module, inside)
 
 
 class ClippedInStep(Trainer):
@@ -360,6 +390,22 @@ CANDIDATES = {
             clips=False,
             is_exact=False,
             inert_steps=2,
+        ),
+        Candidate(
+            "zero-shard-overlap",
+            "tensorplay ZeRO, sharded gradients, stepped in backward",
+            "tensorplay",
+            _tensorplay_sharded_overlapped,
+            reference=UNCLIPPED_REFERENCE,
+            clips=False,
+        ),
+        Candidate(
+            "in-backward",
+            "tensorplay, stepped in backward, no DDP",
+            "tensorplay",
+            _tensorplay_in_backward,
+            reference=UNCLIPPED_REFERENCE,
+            clips=False,
         ),
     )
 }

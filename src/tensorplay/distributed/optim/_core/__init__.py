@@ -3,6 +3,7 @@
 ``coupled_optimizers`` (which classes can't be divided); ``ranks`` -> ``tagged_json`` -> ``local_shard`` -> ``parameter_spec`` -> ``partition`` -> ``bucket_layout`` (plans, pure)
 -> ``flat_buffer`` (memory) -> ``collectives`` (the only place that communicates) -> ``agreement``
 (ranks find out together that something is wrong) -> ``gradient_buckets``, ``backward_pass`` and others ->
+``step_schedule`` (stepping during backward) ->
 ``gradient_reducer`` (backward -> averaged gradients) -> ``wrapped_optimizer`` (an Optimizer around one)
 -> ``state_dicts`` (full state dicts and parts of them).
 """

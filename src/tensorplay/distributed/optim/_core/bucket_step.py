@@ -61,6 +61,15 @@ class BucketStepper:
         self._group_of[id(new)] = self._group_of.pop(id(old))
         self._kinds[id(new)] = self._kinds.pop(id(old))
 
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Whether the optimizer has ``parameter``."""
+        return id(parameter) in self._group_of
+
+    def step_groups(self) -> None:
+        """If nothing has been stepped in this iteration, a step without gradients, which counts."""
+        if self._is_first:
+            self.step([])
+
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         """One step of those ``parameters`` with their ``.grad``.
 

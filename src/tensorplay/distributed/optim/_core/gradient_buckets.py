@@ -188,6 +188,45 @@ class PackedGradients:
         return self._flat
 
 
+class PackedWhenSent(PackedGradients):
+    """Small parameters whose gradients come one by one, and are packed when all are there.
+
+    So only buckets that are under way have a buffer.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(layout, specs, parameters, keep=False)
+
+    def arm_(self) -> None:
+        """Nothing to prepare: the gradients will be fresh."""
+
+    def local(self) -> torch.Tensor:
+        """See :class:`GradientBucket`; the buffer is new, and zero where there are no gradients."""
+        layout = self.layout
+        pieces: list[torch.Tensor] = []
+        ends = [*(slot.offset for slot in layout.slots[1:]), layout.numel]
+        nothing = torch.zeros(1, dtype=layout.dtype, device=layout.device)
+        for (index, parameter), slot, end in zip(self._members, layout.slots, ends, strict=True):
+            gradient, spec = parameter.grad, self._specs[index]
+            filled = slot.offset
+            if gradient is not None:
+                if gradient.stride() != spec.stride or gradient.dtype != layout.dtype:
+                    planned = torch.empty_strided(
+                        spec.shape, spec.stride, dtype=layout.dtype, device=layout.device
+                    )
+                    gradient = planned.copy_(gradient)
+                pieces.append(gradient.as_strided((slot.numel,), (1,)))
+                filled += slot.numel
+            if filled < end:
+                pieces.append(nothing.expand(end - filled))
+        return torch.cat(pieces)
+
+
 class SoleGradient:
     """One large parameter, whose gradient is sent from its own memory."""
 

@@ -38,6 +38,7 @@ from tensorplay.distributed.optim._core.gradient_buckets import (
     AveragedMark,
     GradientBucket,
     PackedGradients,
+    PackedWhenSent,
     SoleGradient,
 )
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
@@ -48,8 +49,10 @@ from tensorplay.distributed.optim._core.reduction_schedule import (
     DuringBackward,
     Schedule,
 )
+from tensorplay.distributed.optim._core.step_schedule import Stage, StepDuringBackward
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.transfers import Transfer
+from tensorplay.distributed.optim._core.usage import Usage
 
 NUM_IN_FLIGHT = 2
 """Exchanges under way at a time."""
@@ -68,6 +71,8 @@ class GradientReducer:
         during_backward: whether buckets are sent while backward goes on, or when it has ended; if
             ``None``, while it goes on where parameters are on an accelerator.
         num_kept: how many flat buffers stay allocated between passes.
+        stage: steps each bucket during backward, so that no gradients are left; ``None`` to leave
+            the averages in ``.grad``.
     """
 
     _tells_finiteness = True
@@ -81,6 +86,7 @@ class GradientReducer:
         *,
         during_backward: bool | None = None,
         num_kept: int = NUM_KEPT,
+        stage: Stage | None = None,
     ) -> None:
         self.divisor: float = communicator.members.world_size
         """What sums are divided by."""
@@ -108,6 +114,10 @@ class GradientReducer:
         self._counted_from = (0, 0)
         self.backward_pass = BackwardPass(self)
         self._during_backward = during_backward
+        self._stage = stage
+        if stage is not None:
+            self._tells_finiteness = False
+            self._during_backward = True
         self._schedule: Schedule = AfterBackward(weakref.proxy(self))
 
     def add(
@@ -127,8 +137,22 @@ class GradientReducer:
         if self._during_backward is None:
             self._during_backward = any(p.device.type != "cpu" for p in added)
         if self._during_backward and not self.parameters:
-            self._schedule = DuringBackward(weakref.proxy(self), NUM_IN_FLIGHT)
+            self._schedule = self._schedule_during_backward()
         self.parameters.extend(added)
+        self.lay_out(specs, layouts)
+        start = len(self.parameters) - len(added)
+        self.backward_pass.watch(added)
+        if self._schedule.hears_ready:
+            reference = weakref.ref(self._schedule)
+
+            def ready(place: int) -> None:
+                if (schedule := reference()) is not None:
+                    schedule.ready(start + place)
+
+            self.backward_pass.notify_ready(added, ready)
+
+    def lay_out(self, specs: Sequence[ParameterSpec], layouts: Sequence[BucketLayout]) -> None:
+        """Adds buckets for parameters that are watched."""
         for layout in layouts:
             start, end = self._own_extent(layout)
             self._foreign.extend(
@@ -143,6 +167,8 @@ class GradientReducer:
                 self._watched.append(self.parameters[slot.parameter])
             if len(layout.slots) == 1:
                 self.buckets.append(SoleGradient(layout, specs, self.parameters))
+            elif self._stage is not None:
+                self.buckets.append(PackedWhenSent(layout, specs, self.parameters))
             else:
                 keep = layout.trainable and num_kept < self._num_kept
                 num_kept += 1
@@ -151,16 +177,11 @@ class GradientReducer:
             cut = bucket.layout.cut_slots(*self._own_extent(bucket.layout))
             if cut:
                 self._cut[bucket] = cut
-        start = len(self.parameters) - len(added)
-        self.backward_pass.watch(added)
-        if self._schedule.hears_ready:
-            reference = weakref.ref(self._schedule)
 
-            def ready(place: int) -> None:
-                if (schedule := reference()) is not None:
-                    schedule.ready(start + place)
-
-            self.backward_pass.notify_ready(added, ready)
+    def _schedule_during_backward(self) -> Schedule:
+        if self._stage is None:
+            return DuringBackward(weakref.proxy(self), NUM_IN_FLIGHT)
+        return StepDuringBackward(weakref.proxy(self), self._stage, self._capacity_bytes)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -224,6 +245,10 @@ class GradientReducer:
         self._is_unfinished = False
         self._set_aside.clear()
         self._has_unreduced_passes = False
+
+    def settle_aborted(self) -> None:
+        """Ends, with the other ranks, a backward pass that an exception has ended here."""
+        self.backward_pass.settle_aborted()
 
     def find_unfinished(self) -> Exception | None:
         """An error after a backward pass that ended in an exception, or where nothing is noticed."""
@@ -310,11 +335,14 @@ class GradientReducer:
             self.parameters[index].grad = self._set_aside.pop(index)
         self.after_reduction()
 
-    def settle_start(self) -> None:
+    def settle_start(
+        self, description: dict[str, Json] | None = None, error: Exception | None = None
+    ) -> None:
         """See :class:`Reductions`."""
         self._has_unreduced_passes = False
         self._adds_up = bool(self._set_aside)
-        self._agreement.settle("backward", self._describe_passes())
+        described = {**self._describe_passes(), **(description or {})}
+        self._agreement.settle("backward", described, error)
 
     def settle_end(self, has: dict[int, bool], *, was_aborted: bool, is_late: bool) -> set[int]:
         """See :class:`Reductions`."""
@@ -329,7 +357,7 @@ class GradientReducer:
         unusual = self._agreement.settle(
             "backward (end)",
             {"ended by an exception": was_aborted},
-            self._find_unreducible(),
+            self.find_unreducible(),
             flag,
         )
         self._has_more = unusual > 1
@@ -337,6 +365,29 @@ class GradientReducer:
             {index: int(is_used) for index, is_used in has.items()}, unusual=bool(unusual)
         )
         return {index for index, kind in kinds.items() if kind}
+
+    def settle_steps(self, error: Exception | None, *, was_aborted: bool, flag: int) -> int:
+        """See :class:`StepDuringBackward`."""
+        description: dict[str, Json] = {"ended by an exception": was_aborted}
+        return self._agreement.settle("backward (end)", description, error, flag)
+
+    def exchange_usage(
+        self, bucket: GradientBucket, has: Sequence[bool], *, stopped: bool
+    ) -> Usage:
+        """See :class:`StepDuringBackward`."""
+        readers = list(self._communicator.members)
+        if self._stage is not None and not self._stage.steps_everywhere:
+            readers = [rank for rank in readers if bucket.layout.slots_of(rank)]
+        return Usage(self._communicator, has, readers, stopped=stopped)
+
+    def share(self, message: bytes) -> bytes:
+        """See :class:`StepDuringBackward`."""
+        return self._communicator.all_gather_bytes(message if self.is_first_rank else b"")[0]
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this is group rank 0."""
+        return self._communicator.members.group_rank == 0
 
     def add_late(self, gradients: dict[int, torch.Tensor]) -> None:
         """See :class:`Reductions`; Note [Late gradients]. Also those of thawed parameters."""
@@ -367,7 +418,7 @@ class GradientReducer:
         unusual = self._agreement.settle(
             call,
             description,
-            self._find_unreducible(),
+            self.find_unreducible(),
             flag=int(has != self._reduced_by_default),
         )
         return self._kinds_anywhere(has, unusual=bool(unusual))
@@ -602,7 +653,8 @@ class GradientReducer:
             gradient is None or isinstance(gradient, PartialGradient) or self._mark.is_on(gradient)
         )
 
-    def _find_unreducible(self) -> Exception | None:
+    def find_unreducible(self) -> Exception | None:
+        """An error that names a parameter whose gradient, of this pass, can't be reduced."""
         layouts = self.backward_pass.layouts  # before they were added to dense ones
         gradients = self._gradients()
         if not layouts and {*map(_layout_of, map(_second, gradients))} <= {torch.strided}:

@@ -184,7 +184,8 @@ class AveragedEverywhere(GradientReducer):
             for gradient in gradients
         ]
 
-    def _find_unreducible(self) -> Exception | None:
+    def find_unreducible(self) -> Exception | None:
+        """See :class:`GradientReducer`."""
         for index, layout in self.backward_pass.layouts.items():
             if layout is not torch.sparse_coo:
                 return TypeError(

@@ -1,5 +1,6 @@
-"""The optimizer step inside backward: ``local_gradients.py`` and ``ddp_gradients.py`` say when a
-bucket's gradients are final, the core's ``bucket_step.py`` steps it, ``optimizer.py`` is what the user holds.
+"""The optimizer step inside backward: ``local_gradients.py``, ``ddp_gradients.py`` and
+``group_gradients.py`` say when a bucket's gradients are final, the core's ``bucket_step.py`` steps it,
+``optimizer.py`` is what the user holds.
 """
 
 from tensorplay.distributed.optim.in_backward.optimizer import (

@@ -13,25 +13,23 @@ Note [Final gradients]
     * A parameter that has been stepped and gets another gradient in the same backward raises: by
       then nothing can be right any more.
 
-    The nested backward is recognised by the stack: two calls of autograd's engine are under way in
-    this thread, or one in a thread of the engine's own. The end of the outermost is found from the
-    inside: when a nested one ends, the node that started it, which belongs to the backward around
-    it, is asked to report there.
+    The end of the outermost is found from the inside: when a nested one ends, the node that started
+    it, which belongs to the backward around it, is asked to report there.
 """
 
-import sys
 import threading
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+
+from tensorplay.distributed.optim._core.nested_backward import is_nested
 
 BUCKET_NBYTES = 4 << 20
 """Parameters are stepped together when they have this size; a larger one is stepped at once."""
-
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # noqa: SLF001 - torch has no public name for it
 
 
 class Consumer(Protocol):
@@ -69,6 +67,36 @@ class LocalGradients:
         self._task = -1
         self._is_nested = False
         self._last_stepped: torch.Tensor | None = None
+        self._hooks: dict[int, RemovableHandle] = {}
+
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Also receives the gradients of ``parameters``; frozen ones, once they are thawed."""
+        for parameter in parameters:
+            requires_grad = parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen one refuses hooks, and keeps those it has
+            hook = parameter.register_post_accumulate_grad_hook(self.receive)  # type: ignore[no-untyped-call] # torch leaves it untyped
+            parameter.requires_grad_(requires_grad)
+            self._hooks[id(parameter)] = hook
+
+    def unwatch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Receives the gradients of ``parameters`` no longer."""
+        for parameter in parameters:
+            hook = self._hooks.pop(id(parameter), None)
+            if hook is not None:
+                hook.remove()
+            self._kept.pop(id(parameter), None)
+
+    def replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """``new`` takes the place of ``old``."""
+        self.unwatch([old])
+        self.watch([new])
+
+    def begin_forward(self) -> None:
+        """Nothing to do."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing is sent anyway; the consumer says that it is accumulating."""
+        return nullcontext()
 
     def receive(self, parameter: torch.Tensor) -> None:
         """The hook: a graph has added its part to ``parameter.grad``."""
@@ -103,14 +131,10 @@ class LocalGradients:
         """Whether gradients are left from an earlier backward."""
         return any(parameter.grad is not None for parameter in self._kept.values())
 
-    def forget(self, parameter: torch.Tensor) -> None:
-        """Drops what is known of a parameter that is received no longer."""
-        self._kept.pop(id(parameter), None)
-
     def _enter(self, task: int) -> None:
         """A hook fires in another backward than the one before."""
         if task not in self._nested_by_task:
-            nested = _is_nested()
+            nested = is_nested()
             if self._nested_by_task and not nested and task > max(self._nested_by_task):
                 self._abandon()
             self._nested_by_task[task] = nested
@@ -199,18 +223,6 @@ def _refuse_restored(parameter: torch.Tensor) -> None:
             "updated with this rank's own gradients. Pass module= to apply_optimizer_in_backward: "
             "the DistributedDataParallel module, or the one inside it"
         )
-
-
-def _is_nested() -> bool:
-    """Whether the backward whose hook has called is run by another backward: Note [Final gradients]."""
-    num_calls = 0
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - public by its documentation
-    while frame is not None:
-        num_calls += frame.f_code is _ENGINE
-        frame = frame.f_back
-    # The engine has threads of its own, one per GPU, where no call of it began.
-    is_own_thread = isinstance(threading.current_thread(), threading._DummyThread)  # noqa: SLF001 - how Python marks threads it didn't start
-    return num_calls > (0 if is_own_thread else 1)
 
 
 def call_at_end(function: Callable[[], None]) -> None:

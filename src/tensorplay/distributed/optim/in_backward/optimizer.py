@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import utils
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from tensorplay.distributed.optim._core.bucket_step import BucketStepper, equal
 from tensorplay.distributed.optim._core.coupled_optimizers import (
     refuse_coupled,
     refuse_coupling_options,
 )
+from tensorplay.distributed.optim._core.parameter_checks import Groups
+from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
     WrappedOptimizer,
     all_parameters,
@@ -29,6 +31,7 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
 )
 from tensorplay.distributed.optim.in_backward.clipping import Clipping, GradientNorm
 from tensorplay.distributed.optim.in_backward.ddp_gradients import DDPGradients
+from tensorplay.distributed.optim.in_backward.group_gradients import Group, GroupGradients
 from tensorplay.distributed.optim.in_backward.local_gradients import LocalGradients
 from tensorplay.distributed.optim.in_backward.registration import (
     register,
@@ -36,6 +39,7 @@ from tensorplay.distributed.optim.in_backward.registration import (
     unregister,
 )
 from tensorplay.distributed.optim.in_backward.watched_module import WatchedModule
+from tensorplay.distributed.optim.zero import ZeroRedundancyOptimizer
 
 __all__ = ["InBackwardOptimizer", "apply_optimizer_in_backward", "get_in_backward_optimizers"]
 
@@ -49,6 +53,12 @@ _CLIPPING = (
 )
 
 
+_TWO_AVERAGES = (
+    "process_group= averages gradients, and so does DistributedDataParallel; pass the module inside "
+    "it, or leave process_group out"
+)
+
+
 def apply_optimizer_in_backward(
     optimizer_class: type[Optimizer],
     params: Iterable[Any],
@@ -56,6 +66,7 @@ def apply_optimizer_in_backward(
     register_hook: bool = True,
     *,
     module: nn.Module | None = None,
+    process_group: dist.ProcessGroup | None = None,
     clip_value: float | None = None,
     clip_parameter_norm: float | None = None,
     clip_previous_norm: float | None = None,
@@ -93,6 +104,13 @@ def apply_optimizer_in_backward(
             updated, and a parameter that is used both inside and outside of reentrant checkpointing
             is exact. It may be a ``DistributedDataParallel``, or be wrapped in one later:
             parameters are then stepped with the averaged gradients, in DDP's communication hook.
+        process_group: a group of ranks whose gradients are averaged, without
+            ``DistributedDataParallel``: each bucket while backward goes on; it is then stepped on
+            every rank, and freed. At most the largest gradient and two buckets (25 MB each) are
+            alive. Every rank must call this function, and `remove` and ``add_param_group`` later.
+            Every rank gets the parameters of group rank 0; with ``module=`` those of the module and
+            its buffers too, and the buffers again after each backward. ``None``: this process alone,
+            or as ``module=`` says.
         clip_value: gradients are first clipped to this largest absolute value of an element.
         clip_parameter_norm: each parameter's gradient is first scaled to at most this 2-norm.
         clip_previous_norm: gradients are scaled by what would have brought the *previous* backward's
@@ -106,8 +124,11 @@ def apply_optimizer_in_backward(
     Raises:
         ValueError: an optimizer that couples all parameters; a parameter that the same class
             updates already with other options; ``params`` that aren't in ``module``; clipping of
-            two kinds; whatever ``optimizer_class`` raises.
-        TypeError: as ``torch.optim``.
+            two kinds; whatever ``optimizer_class`` raises. With ``process_group=``, the other ranks
+            raise too.
+        TypeError: as ``torch.optim``; a ``DTensor`` with ``process_group=``;
+            `ZeroRedundancyOptimizer`, which steps inside backward by itself.
+        RuntimeError: ranks of ``process_group`` that disagree; on every rank, naming the difference.
 
     Example:
         >>> optimizer = apply_optimizer_in_backward(
@@ -116,10 +137,44 @@ def apply_optimizer_in_backward(
         >>> for inputs, targets in batches:
         ...     loss_fn(model(inputs), targets).backward()  # also updates the parameters
     """
-    clipping = Clipping(clip_value, clip_parameter_norm, clip_previous_norm)
+    group = None if process_group is None else Group(process_group)
+    built: InBackwardOptimizer | None = None
+    error = None
+    try:
+        clipping = Clipping(clip_value, clip_parameter_norm, clip_previous_norm)
+        request = _Request(optimizer_class, bool(register_hook), {}, group)
+        built, is_new = _build(params, optimizer_kwargs, request, clipping, module)
+    except Exception as problem:
+        if group is None:
+            raise
+        error = problem  # the other ranks must hear of it first
+    if group is not None:
+        _settle(group, built, error, {"clipping": dict(vars(clipping))} if error is None else {})
+    assert built is not None  # noqa: S101 - narrows a type; else an error was raised
+    if is_new:
+        built.listen()
+    return built
+
+
+def _build(
+    params: Iterable[Any],
+    optimizer_kwargs: Mapping[str, Any],
+    request: "_Request",
+    clipping: Clipping,
+    module: nn.Module | None,
+) -> tuple["InBackwardOptimizer", bool]:
+    """The optimizer, and whether it is new: else it's one that does the same already."""
+    optimizer_class = request.optimizer_class
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, ZeroRedundancyOptimizer):
+        raise TypeError(
+            "ZeroRedundancyOptimizer steps inside backward by itself: construct "
+            "ZeroRedundancyOptimizer(params, optimizer_class, shard_gradients=True, "
+            "overlap_with_ddp=True, **options)"
+        )
     refuse_coupled(optimizer_class, *_COUPLED)
+    if request.group is not None:
+        request.require_group_fits(module)
     groups = canonical_groups(params)
-    request = _Request(optimizer_class, bool(register_hook), {})
     present = None
     for group in groups:
         options = {**optimizer_kwargs, **options_of(group)}
@@ -131,12 +186,35 @@ def apply_optimizer_in_backward(
         request.options.update(dict.fromkeys(entries, options))
         group["params"] = [entry for _, entry in entries.values()]
     if present is not None and not request.options:
-        return present
+        return present, False
     bare = len(groups) == 1 and list(groups[0]) == ["params"]
     inner = optimizer_class(groups[0]["params"] if bare else groups, **optimizer_kwargs)
     refuse_coupled(type(inner), *_COUPLED)
     refuse_coupling_options(inner, *_CLIPPING)
-    return InBackwardOptimizer(inner, request, clipping, module)
+    if request.group is not None:
+        parameters = list(all_parameters(inner.param_groups))
+        request.group.refuse(parameters, inner.param_groups)
+    return InBackwardOptimizer(inner, request, clipping, module), True
+
+
+def _settle(
+    group: Group,
+    optimizer: "InBackwardOptimizer | None",
+    error: Exception | None,
+    facts: dict[str, Json],
+) -> None:
+    """Lets the ranks know what each of them has built, before any of them listens."""
+    groups: Groups = []
+    if optimizer is not None:
+        groups = optimizer.param_groups
+        kind = type(optimizer.optim)
+        facts = {**facts, "optimizer_class": f"{kind.__module__}.{kind.__qualname__}"}
+    try:
+        group.settle("__init__", groups, facts, error)
+    except BaseException:
+        if optimizer is not None and not optimizer.is_listening:
+            optimizer.remove()
+        raise
 
 
 def get_in_backward_optimizers(module: nn.Module) -> list[Optimizer]:
@@ -181,8 +259,12 @@ class InBackwardOptimizer(WrappedOptimizer):
         self.request = request
         self._clipping = clipping
         self._stepper = BucketStepper(optim)
-        self._gradients = LocalGradients(weakref.ref(self))
-        self._hooks: dict[int, RemovableHandle] = {}
+        self._gradients: LocalGradients | GroupGradients = (
+            LocalGradients(weakref.ref(self))
+            if request.group is None
+            else GroupGradients(request.group, module, weakref.ref(self))
+        )
+        self.is_listening = False
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._measured: GradientNorm | None = None
         self._limit: tuple[float, torch.Tensor] | None = None
@@ -194,10 +276,24 @@ class InBackwardOptimizer(WrappedOptimizer):
         self._positions = {id(p): position for position, p in enumerate(parameters)}
         for parameter in parameters:
             register(parameter, self)
-            self._listen_if_first(parameter)
         if module is not None:
             try:
                 self._watched = WatchedModule(module, parameters, self)
+            except BaseException:
+                self.remove()
+                raise
+
+    def listen(self) -> None:
+        """From now on parameters are updated. With a process group, every rank must call it."""
+        self.is_listening = True
+        parameters = list(all_parameters(self.param_groups))
+        if self.request.group is not None:
+            module = None if self._watched is None else self._watched.module
+            self.request.group.replicate_(parameters, module)
+        self._listen_where_first(parameters)
+        if self._watched is not None:
+            try:
+                self._watched.look_for_ddp()
             except BaseException:
                 self.remove()
                 raise
@@ -240,6 +336,19 @@ class InBackwardOptimizer(WrappedOptimizer):
                 stacklevel=2,
             )
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``; the loop doesn't need it.
+
+        With ``process_group=`` it also brings a backward to its end that an exception has ended
+        here, as far as other ranks wait for it.
+
+        Raises:
+            RankDisagreementError: if that exception was not raised on every rank; the others raise
+                too.
+        """
+        self.begin_forward()
+        super().zero_grad(set_to_none)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -313,21 +422,25 @@ class InBackwardOptimizer(WrappedOptimizer):
         Other classes that step the same parameters go on.
         """
         self.is_registered = False
+        self._stop_listening(list(all_parameters(self.param_groups)))
+        successors: dict[InBackwardOptimizer, list[torch.Tensor]] = {}
         for parameter in all_parameters(self.param_groups):
-            self._stop_listening(parameter)
             unregister(parameter, self)
             for next_one in registration_of(parameter)[:1]:
-                next_one._listen_if_first(parameter)  # noqa: SLF001 - the same class
+                successors.setdefault(next_one, []).append(parameter)
+        for next_one, parameters in successors.items():
+            next_one._listen_where_first(parameters)  # noqa: SLF001 - the same class
         if self._watched is not None:
             self._watched.remove()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, as ``torch.optim.Optimizer.add_param_group``, to be updated like the others.
 
-        With ``module=`` given, call `apply_optimizer_in_backward` for them instead.
+        With ``module=`` or ``process_group=`` given, call `apply_optimizer_in_backward` for them
+        instead.
 
         Raises:
-            ValueError: another class steps one of the parameters inside backward, or ``module=``
+            ValueError: another class steps one of the parameters inside backward, or one of these
                 was given.
         """
         if "optim" not in vars(self):  # `Optimizer.__init__` adds the first groups
@@ -339,13 +452,19 @@ class InBackwardOptimizer(WrappedOptimizer):
                 "add_param_group can't be used with module=, or for parameters that are updated inside "
                 "backward already; call apply_optimizer_in_backward for the new parameters"
             )
+        if self.request.group is not None:
+            raise ValueError(
+                "add_param_group can't be used with process_group=; call apply_optimizer_in_backward "
+                "for the new parameters, on every rank"
+            )
         self.optim.add_param_group(group)
         self._stepper.refresh()
-        for parameter in self.param_groups[-1]["params"]:
+        added = self.param_groups[-1]["params"]
+        for parameter in added:
             self._positions[id(parameter)] = len(self._positions)
             if self.is_registered:
                 register(parameter, self)
-                self._listen_if_first(parameter)
+        self._listen_where_first(added)
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of the optimizer class, with the state in order of the parameters."""
@@ -397,6 +516,16 @@ class InBackwardOptimizer(WrappedOptimizer):
         if norm is not None:
             self.param_groups[0][PREVIOUS_NORM] = norm
 
+    def options(self) -> list[Groups]:
+        """See :class:`GroupConsumer`."""
+        steppers = dict.fromkeys(
+            each for p in all_parameters(self.param_groups) for each in registration_of(p)
+        )
+        return [
+            [{k: v for k, v in group.items() if k != PREVIOUS_NORM} for group in each.param_groups]
+            for each in steppers
+        ]
+
     def _step(self, parameters: list[torch.Tensor]) -> None:
         self._stepper.step(parameters)
         self._opt_called = True  # a scheduler looks for it
@@ -430,25 +559,23 @@ class InBackwardOptimizer(WrappedOptimizer):
         firsts = (registration_of(p)[:1] for p in all_parameters(self.param_groups))
         return list(dict.fromkeys(optimizer for first in firsts for optimizer in first))
 
-    def _listen_if_first(self, parameter: torch.Tensor) -> None:
-        first = registration_of(parameter)[0]
-        if first is not self:
-            first._has_followers = True  # noqa: SLF001 - the same class
-        elif self.is_registered and (parameter.is_floating_point() or parameter.is_complex()):
-            requires_grad = parameter.requires_grad
-            parameter.requires_grad_(True)  # a frozen one refuses hooks, and keeps those it has
-            hook = parameter.register_post_accumulate_grad_hook(self._gradients.receive)  # type: ignore[no-untyped-call] # torch leaves it untyped
-            parameter.requires_grad_(requires_grad)
-            self._hooks[id(parameter)] = hook
+    def _listen_where_first(self, parameters: Iterable[torch.Tensor]) -> None:
+        own = []
+        for parameter in parameters:
+            first = next(iter(registration_of(parameter)), None)
+            if first is not None and first is not self:
+                first._has_followers = True  # noqa: SLF001 - the same class
+            elif self.is_registered and (parameter.is_floating_point() or parameter.is_complex()):
+                own.append(parameter)
+        if own:
+            self._gradients.watch(own)
 
-    def _stop_listening(self, parameter: torch.Tensor) -> None:
-        hook = self._hooks.pop(id(parameter), None)
-        if hook is not None:
-            hook.remove()
-        self._gradients.forget(parameter)
+    def _stop_listening(self, parameters: list[torch.Tensor]) -> None:
+        self._gradients.unwatch(parameters)
         ddp = self._ddp()
         if ddp is not None:
-            DDPGradients.of(ddp).forget(parameter)
+            for parameter in parameters:
+                DDPGradients.of(ddp).forget(parameter)
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
@@ -456,7 +583,7 @@ class InBackwardOptimizer(WrappedOptimizer):
         ddp = self._ddp()
         without_sync: AbstractContextManager[Any] = nullcontext() if ddp is None else ddp.no_sync()
         try:
-            with without_sync:
+            with without_sync, self._gradients.no_sync():
                 yield
         finally:
             self.is_accumulating = before
@@ -468,14 +595,22 @@ class InBackwardOptimizer(WrappedOptimizer):
         for parameter in parameters:
             registration_of(parameter)[0]._gradients.postpone(parameter)  # noqa: SLF001 - the same class
 
+    def begin_forward(self) -> None:
+        """A forward of the module begins that needs gradients."""
+        if self.request.group is not None:
+            for leader in self._leaders():
+                leader._gradients.begin_forward()  # noqa: SLF001 - the same class
+
     def attach_to_ddp(self, ddp: DistributedDataParallel) -> None:
         """From now on the gradients come from ``ddp``, averaged."""
+        if self.request.group is not None:
+            raise RuntimeError(_TWO_AVERAGES)
         gradients = DDPGradients.of(ddp)
         averaged = set(ddp.parameters())
         for parameter in all_parameters(self.param_groups):
             if parameter in averaged:
                 first = registration_of(parameter)[0]
-                first._stop_listening(parameter)  # noqa: SLF001 - the same class
+                first._stop_listening([parameter])  # noqa: SLF001 - the same class
                 first._ddp = weakref.ref(ddp)  # noqa: SLF001 - the same class
                 if first.is_registered:
                     gradients.pass_to(parameter, weakref.ref(first))
@@ -493,10 +628,11 @@ class InBackwardOptimizer(WrappedOptimizer):
         self._stepper.replace(old, new)
         self._positions[id(new)] = self._positions.pop(id(old))
         self.request.options[id(new)] = self.request.options.pop(id(old))
-        self._stop_listening(old)
+        leads = registration_of(old)[0] is self
         unregister(old, self)
         register(new, self)
-        self._listen_if_first(new)
+        if leads and self.is_registered:
+            self._gradients.replace(old, new)
 
     def _makes_state_only(self) -> bool:
         """Whether a step now would have no effect but new state, as DCP asks for it."""
@@ -513,6 +649,22 @@ class _Request:
     optimizer_class: type[Optimizer]
     register_hook: bool
     options: dict[int, dict[str, Any]]
+    group: Group | None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Whose gradients are averaged."""
+        return None if self.group is None else self.group.process_group
+
+    def require_group_fits(self, module: nn.Module | None) -> None:
+        """Raises ``ValueError`` for what can't go with a process group."""
+        if not self.register_hook:
+            raise ValueError(
+                "process_group= has gradients averaged inside backward, where register_hook=False "
+                "has nothing run; leave one of them out"
+            )
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(_TWO_AVERAGES)  # noqa: TRY004 - both are modules
 
     def find_same(self, parameter: Any, options: dict[str, Any]) -> InBackwardOptimizer | None:
         """Who does the same for ``parameter`` already; raises for a contradiction."""
@@ -524,6 +676,11 @@ class _Request:
                     f"a parameter of shape {tuple(parameter.shape)} is registered with "
                     f"register_hook={other.register_hook} already; use the same for all of its "
                     "optimizers"
+                )
+            if other.process_group is not self.process_group:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is registered with another "
+                    "process_group already; use the same for all of its optimizers"
                 )
             if other.optimizer_class is not self.optimizer_class:
                 continue

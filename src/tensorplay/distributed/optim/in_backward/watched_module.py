@@ -20,6 +20,9 @@ class Watcher(Protocol):
     def replace_parameter(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """``load_state_dict(assign=True)`` has put ``new`` in the place of ``old``."""
 
+    def begin_forward(self) -> None:
+        """A forward of the module begins that needs gradients."""
+
     def attach_to_ddp(self, ddp: DistributedDataParallel) -> None:
         """The gradients of the module are averaged by ``ddp``."""
 
@@ -43,7 +46,7 @@ class WatchedModule:
         self, module: nn.Module, parameters: Iterable[torch.Tensor], watcher: Watcher
     ) -> None:
         watched = set(parameters)
-        self._module = module
+        self.module = module
         self._watcher = watcher
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._is_training = False
@@ -64,8 +67,6 @@ class WatchedModule:
         owners = dict.fromkeys([module, *(owner for owner, *_ in self._places)])
         self._hooks = [owner.register_forward_pre_hook(self) for owner in owners]
         self._hooks.append(module.register_load_state_dict_post_hook(_LoadHook(self)))  # type: ignore[no-untyped-call] # torch leaves it untyped
-        if isinstance(module, DistributedDataParallel):
-            self._attach(module)
 
     def remove(self) -> None:
         """Leaves the module as it was."""
@@ -76,11 +77,12 @@ class WatchedModule:
         """Before ``module``'s forward."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - torch has no public name for it
             return  # in the second case, checkpointing recomputes
-        if module is self._module:
+        if module is self.module:
             self._is_training = torch.is_grad_enabled()
             if self._is_training:
                 self._require_unreplaced()
-                self._look_for_ddp()
+                self.look_for_ddp()
+                self._watcher.begin_forward()
         if self._is_training and not torch.is_grad_enabled():
             # As reentrant checkpointing runs its segments.
             self._watcher.postpone([p for owner, _, _, p in self._places if owner is module])
@@ -123,14 +125,17 @@ class WatchedModule:
                 "(where fully_shard has replaced them: only after fully_shard)"
             )
 
-    def _look_for_ddp(self) -> None:
+    def look_for_ddp(self) -> None:
+        """Notices a ``DistributedDataParallel`` that is the module, or calls it."""
         active = DistributedDataParallel._active_ddp_module  # noqa: SLF001 - torch has no public name for it
-        if isinstance(self._module, DistributedDataParallel):
+        if isinstance(self.module, DistributedDataParallel):
+            if self._ddp is None:
+                self._attach(self.module)
             return
         if active is not None:
             if self._ddp is None or self._ddp() is not active:
                 self._attach(active)
-        elif self._ddp is not None and self._module.training:
+        elif self._ddp is not None and self.module.training:
             raise RuntimeError(
                 "the module was wrapped in DistributedDataParallel and is now called without it, "
                 "where gradients aren't averaged and parameters would not be updated. Call the "

@@ -22,8 +22,13 @@ from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
 from tensorplay.distributed.optim._core.partition import IN_PARTS
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.replication import replicate_
+from tensorplay.distributed.optim._core.step_schedule import Stage
 from tensorplay.distributed.optim._core.tagged_json import Json
-from tensorplay.distributed.optim.zero.sharding_plan import CAPACITY_BYTES, ShardingPlan
+from tensorplay.distributed.optim.zero.sharding_plan import (
+    CAPACITY_BYTES,
+    STEPPED_CAPACITY_BYTES,
+    ShardingPlan,
+)
 
 
 class Gradients(Protocol):
@@ -51,6 +56,9 @@ class Gradients(Protocol):
 
     def reduce_nothing(self, num_begun: int) -> None:
         """Takes part in a reduction after a backward pass of other ranks."""
+
+    def settle_aborted(self) -> None:
+        """Ends, with the other ranks, a backward pass that an exception has ended here."""
 
     def find_unfinished(self) -> Exception | None:
         """An error if backward didn't get as far as it should have."""
@@ -114,6 +122,9 @@ class AveragedElsewhere:
         """Nothing to do: whoever averages the gradients divides."""
 
     def reduce_nothing(self, num_begun: int) -> None:
+        """Nothing to do."""
+
+    def settle_aborted(self) -> None:
         """Nothing to do."""
 
     def find_unfinished(self) -> Exception | None:
@@ -201,6 +212,7 @@ class ReducedToOwners(GradientReducer):
         module: whose buffers follow those of one rank, if given.
         announce: refers to what is called before backward reduces, by ranks that have gradients.
         during_backward: whether buckets are sent while backward goes on; ``None`` to choose.
+        stage: steps each bucket during backward; ``None`` to keep the averages for a step after it.
 
     Attributes:
         divides_by_world_size: whether joined ranks count as having contributed zeros.
@@ -216,17 +228,28 @@ class ReducedToOwners(GradientReducer):
         announce: WeakMethod[Callable[[], None]],
         *,
         during_backward: bool | None,
+        stage: Stage | None = None,
     ) -> None:
-        super().__init__(communicator, agreement, CAPACITY_BYTES, during_backward=during_backward)
+        super().__init__(
+            communicator,
+            agreement,
+            CAPACITY_BYTES if stage is None else STEPPED_CAPACITY_BYTES,
+            during_backward=during_backward,
+            stage=stage,
+        )
         self._announce = announce
         self._module = module
         self._source = GroupRank(0)
         self.divides_by_world_size = True
 
     def describe(self) -> Json:
-        """What is broadcast of the module: the ranks' must fit together."""
+        """How, and what is broadcast of the module: the ranks' must fit together."""
+        how: dict[str, Json] = {
+            "shard_gradients": True,
+            "overlap_with_ddp": self._stage is not None,
+        }
         if self._module is None:
-            return {"shard_gradients": True, "module": None}
+            return {**how, "module": None}
         named = (
             *self._module.named_parameters(remove_duplicate=False),
             *self._module.named_buffers(remove_duplicate=False),
@@ -235,7 +258,7 @@ class ReducedToOwners(GradientReducer):
             {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
             for name, tensor in named
         ]
-        return {"shard_gradients": True, "module": tensors}
+        return {**how, "module": tensors}
 
     def refuse(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raises ``TypeError`` for a ``DTensor``, whose gradient would have to be one too."""

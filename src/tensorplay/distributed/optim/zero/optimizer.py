@@ -78,6 +78,7 @@ from tensorplay.distributed.optim.zero.gradients import (
 from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
 from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
+from tensorplay.distributed.optim.zero.step_in_backward import StepAndGather
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -128,7 +129,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             optimizer after the model is on its device and in its dtype. If false, parameters keep
             their storage: large ones are sent from there, small ones pass through two staging
             buffers of at most 25 MB.
-        overlap_with_ddp: not available yet; true raises ``NotImplementedError``.
+        overlap_with_ddp: with ``shard_gradients=True``, where no DDP is needed: if true, backward
+            also updates the parameters. Each bucket of gradients is reduced to its owners, stepped
+            and freed, and its parameters are gathered, while backward goes on. :meth:`step` then
+            does nothing, and :meth:`clip_grad_norm_` and :meth:`full_grad` raise. Without
+            ``shard_gradients=True`` it's not available yet and raises ``NotImplementedError``.
         shard_gradients: if true, use no ``DistributedDataParallel``: the optimizer averages the
             gradients itself. When the outermost ``backward()`` returns, each rank has those of the
             parameters that it owns, and the others are freed: there ``.grad`` is a placeholder,
@@ -207,10 +212,15 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         elementwise: bool = False,
         **defaults: Any,
     ) -> None:
-        if overlap_with_ddp:
+        if overlap_with_ddp and not shard_gradients:
             raise NotImplementedError(
                 "overlap_with_ddp=True is not available yet; leave it False: the step then runs "
                 "after backward, with the same result"
+            )
+        if overlap_with_ddp and overlap_with_backward is False:
+            raise ValueError(
+                "overlap_with_backward=False keeps reductions out of backward, where "
+                "overlap_with_ddp=True has them and the step; leave one of them out"
             )
         Joinable.__init__(self)
         self._has_joined = False
@@ -224,6 +234,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._is_confirmed_elementwise = bool(elementwise)
         self._consolidated: dict[str, Any] | None = None
         self._owned: tuple[Any, list[torch.Tensor]] = ((), [])
+        self._overlaps = bool(overlap_with_ddp)
+        self._stage = StepAndGather(self._communicator) if overlap_with_ddp else None
         self._gradients: Gradients = (
             ReducedToOwners(
                 self._communicator,
@@ -231,6 +243,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 module,
                 WeakMethod(self._announce_backward),
                 during_backward=overlap_with_backward,
+                stage=self._stage,
             )
             if shard_gradients
             else AveragedElsewhere(
@@ -241,7 +254,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         error = None
         try:
             self._plan_and_build(params, optimizer_class, defaults)
-            _require_module(module, needed=overlap_with_forward)
+            _require_module(module, needed=overlap_with_forward, gathers_early=self._overlaps)
         except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
             error = problem
         self._agreement.settle(
@@ -263,6 +276,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         )
         self._buckets = ParameterBuckets(self._memories, self._communicator.members.group_rank)
         self._move_into_buckets("__init__", self._plan.layouts)
+        if self._stage is not None:
+            problem_finder = WeakMethod(self._find_replaced)
+            self._stage.attach(self, problem_finder, self._parameters, self._buckets)
         self._gradients.watch(self._parameters, self._plan, self._plan.gradient_layouts)
         if overlap_with_forward and module is not None:
             self._forward_gather = ForwardGather(module, self._buckets, self._parameters)
@@ -284,6 +300,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             self._communicator.members.world_size,
             resident=self.parameters_as_bucket_view,
             **self._choose_flat(0),
+            steps_in_backward=self._stage is not None,
         )
         self._slices = FlatSlices(self._parameters, self._communicator.members.group_rank)
         self._plan_slices(0, optimizer_class)
@@ -340,6 +357,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 plan.partition.num_ranks,
                 resident=self.parameters_as_bucket_view,
                 **self._choose_flat(before[2]),
+                steps_in_backward=self._stage is not None,
                 before=plan,
             )
             self._plan_slices(len(plan.flat_layouts), type(self.optim))
@@ -369,6 +387,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             raise
         self._drop_placeholder_state()
         self._move_into_buckets("add_param_group", self._plan.layouts[len(plan.layouts) :])
+        if self._stage is not None:
+            self._stage.refresh()
         self._gradients.watch(
             self._parameters, self._plan, self._plan.gradient_layouts[len(plan.gradient_layouts) :]
         )
@@ -391,7 +411,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         """Steps what this rank owns, then brings every rank's parameters up to date.
 
         Every rank must call it. If the update fails on a rank, the parameters are made equal on all
-        ranks all the same, and all of them raise.
+        ranks all the same, and all of them raise. With ``overlap_with_ddp=True`` backward has done
+        all that, and it only calls ``closure``.
 
         Args:
             closure: re-evaluates the model and returns the loss. The local optimizer calls it, on
@@ -409,6 +430,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 were; on every rank, before anything changes.
         """
         self.wait()
+        if self._stage is not None:
+            return self._stage.stand_in_for_step(self, self._gradients, closure, kwargs)
         if self._join_config.enable:
             self._take_part_in_join(closure)
         with record_function(f"{type(self).__name__}.agree"):
@@ -463,9 +486,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
         Raises:
             RuntimeError: if the norm isn't finite and ``error_if_nonfinite`` is set; on every rank,
-                and no gradient changes. Also where ranks pass different arguments.
+                and no gradient changes. Also where ranks pass different arguments; and with
+                ``overlap_with_ddp=True``.
             TypeError: if a parameter is a ``DTensor``.
         """
+        self._require_gradients("clip_grad_norm_")
         max_norm, norm_type = float(max_norm), float(norm_type)
         self._announce(
             "clip_grad_norm_",
@@ -498,7 +523,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
         Raises:
             ValueError: if it isn't a parameter of this optimizer; the other ranks raise too.
+            RuntimeError: with ``overlap_with_ddp=True``.
         """
+        self._require_gradients("full_grad")
         index = next((i for i, p in enumerate(self._parameters) if p is parameter), None)
         error = None
         self._announce("full_grad", index=index)
@@ -509,6 +536,14 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         cuts = self._plan.cuts_of(index)
         return gradient_from(self._communicator, parameter, self._plan.specs[index], cuts)
 
+    def _require_gradients(self, call: str) -> None:
+        if self._stage is not None:
+            raise RuntimeError(
+                f"{call}() needs the averaged gradients, which overlap_with_ddp=True has used and "
+                "freed inside backward, before the last of them was known. Leave it False to clip "
+                "or to look at them"
+            )
+
     def _settle_gradients(self, call: str, arguments: Json, error: Exception | None = None) -> None:
         """Makes all ranks' gradients ready to be read, by the same call of every rank."""
         problem = error or self._gradients.find_unfinished()
@@ -518,6 +553,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
     def _announce_backward(self) -> None:
         self._announce("backward", num_begun=self._gradients.num_begun)
+        if self._stage is not None and self._join_config.enable:
+            self._join_round().run(self.param_groups, joined=self._has_joined, gradients=False)
 
     def _announce(self, call: str, **arguments: Json) -> None:
         """Inside ``Join``, tells the ranks that have joined what the active ones do."""
@@ -562,17 +599,20 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 "a closure can't be used inside Join: a rank that has joined could not follow its "
                 "forward and backward passes. Run them before step()"
             )
-        JoinRound(
+        self._join_round().run(
+            self.param_groups,
+            joined=self._has_joined,
+            error=error,
+            gradients=not self._gradients.can_follow,
+        )
+
+    def _join_round(self) -> JoinRound:
+        return JoinRound(
             self._communicator,
             self._agreement,
             self._parameters,
             self._plan,
             self._device_of_type(),
-        ).run(
-            self.param_groups,
-            joined=self._has_joined,
-            error=error,
-            gradients=not self._gradients.can_follow,
         )
 
     def _step_when_joined(self) -> None:
@@ -791,6 +831,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             for group, before in zip(self.param_groups, outer_before, strict=True):
                 _become_(group, before)
             raise
+        if self._stage is not None:
+            self._stage.refresh()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -910,6 +952,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     def _choose_flat(self, start: int) -> dict[str, Any]:
         """Which of the parameters from ``start`` on are to be stepped flat, and which cut."""
         partition_of = self._by_group(self._partitions)
+        if self._overlaps and (self._flat_step or "elements" in self._partitions):
+            raise ValueError(
+                "overlap_with_ddp=True steps parameters one by one as they become ready, and can't be "
+                'combined with partition="elements" or flat_step=True; leave one of them away'
+            )
         added = range(start, len(self._parameters))
         in_parts = {index for index in added if partition_of[index] == "elements"}
         return {"in_parts": in_parts, "flat": set(added) if self._flat_step else in_parts}
@@ -1047,7 +1094,12 @@ def _placeholder_like(parameter: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
-def _require_module(module: nn.Module | None, *, needed: bool) -> None:
+def _require_module(module: nn.Module | None, *, needed: bool, gathers_early: bool) -> None:
+    if needed and gathers_early:
+        raise ValueError(
+            "overlap_with_forward=True has nothing to overlap with overlap_with_ddp=True, which "
+            "gathers the parameters during backward; leave one of them away"
+        )
     if needed and not isinstance(module, nn.Module):
         raise ValueError(
             f"overlap_with_forward=True needs module=, the module whose forward is to wait for the "

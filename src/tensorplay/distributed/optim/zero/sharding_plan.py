@@ -30,6 +30,9 @@ from tensorplay.distributed.optim._core.ranks import GroupRank
 CAPACITY_BYTES = 25 * 1024 * 1024
 """Of a bucket at most: the same as DDP's, large enough to fill any link."""
 
+STEPPED_CAPACITY_BYTES = CAPACITY_BYTES // 2
+"""Of a bucket that is stepped during backward: while one fills, others are reduced and received."""
+
 ALONE_BYTES = 512 * 1024
 """From which on a parameter :func:`is_large`."""
 
@@ -104,6 +107,7 @@ class ShardingPlan:
         resident: bool = False,
         flat: Collection[int] = (),
         in_parts: Collection[int] = (),
+        steps_in_backward: bool = False,
         before: "ShardingPlan | None" = None,
     ) -> "ShardingPlan":
         """Plans for ``parameters``, which begin with those of ``before``; these stay as they are.
@@ -114,6 +118,8 @@ class ShardingPlan:
             resident: whether parameters that can are to live in their buckets.
             flat: indices of new parameters to be stepped as flat slices, if they can be.
             in_parts: those of them that are to be cut at any element, if they can be.
+            steps_in_backward: whether each bucket is reduced, stepped and gathered by itself, so
+                that gradients and parameters have the same ones.
             before: an earlier plan of the first parameters.
 
         Raises:
@@ -138,6 +144,17 @@ class ShardingPlan:
                     "divided between the ranks, so that none could update it; pass both at "
                     "construction, and they get one owner"
                 )
+        if steps_in_backward:
+            layouts = layout_buckets(
+                added,
+                partition.owners[num_planned:],
+                num_ranks,
+                STEPPED_CAPACITY_BYTES,
+                resident_capacity_bytes=STEPPED_CAPACITY_BYTES if resident else None,
+                alone_bytes=ALONE_BYTES,
+            )
+            earlier = before.layouts if before else ()
+            return cls(specs, partition, earlier + layouts, earlier + layouts)
         whole = [spec for spec in added if spec.index not in flat]
         owners = [partition.owners[spec.index] for spec in whole]
         layouts = layout_buckets(
