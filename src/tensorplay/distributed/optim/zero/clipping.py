@@ -22,7 +22,7 @@ def gradient_from(
     """
     rank = communicator.members.group_rank
     start, end = cuts[rank], cuts[rank + 1]
-    gradient = parameter.grad if start < end else None
+    gradient = parameter.grad if start < end or not spec.numel else None
     exists = torch.tensor(
         [gradient is not None], dtype=torch.uint8, device=communicator.transport_device()
     )
@@ -36,5 +36,7 @@ def gradient_from(
         flat[start:end] = gradient.own
     elif gradient is not None:
         copy.copy_(gradient)
+    else:
+        flat[start:end].zero_()
     communicator.gather_from_owners(flat, cuts).wait()
     return copy

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
@@ -385,7 +386,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 copy_options_(self.param_groups, self.optim.param_groups)
             some_unreduced = self._agreement.settle(
                 "step",
-                describe_options(self.param_groups),
+                {**describe_options(self.param_groups), **self._describe_missing(closure)},
                 problem,
                 flag=int(closure is None and self._gradients.has_unreduced()),
             )
@@ -796,12 +797,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         for number, part in self._slices.states(by_tensor).items():
             spec, index = self._plan.specs[number], index_of[self._parameters[number]]
             if self._plan.partition.owners[number] == IN_PARTS:
-                parts[number * world_size + rank] = [
-                    index,
-                    part.begin,
-                    part.of_elements,
-                    part.of_parameter,
-                ]
+                parts[number * world_size + rank] = [index, *part]
             else:
                 own[index] = merge([part], spec)
         return {index: own[index] for index in sorted(own)}, parts
@@ -876,8 +872,14 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         """Which of the parameters from ``start`` on are to be stepped flat, and which cut."""
         partition_of = self._by_group(self._partitions)
         added = range(start, len(self._parameters))
-        in_parts = {index for index in added if partition_of[index] == "elements"}
-        return {"in_parts": in_parts, "flat": set(added) if self._flat_step else in_parts}
+        repeated = self._repeated()  # stepped as often as they are given, as by torch
+        flat = {index for index in added if self._parameters[index] not in repeated}
+        in_parts = {index for index in flat if partition_of[index] == "elements"}
+        return {"in_parts": in_parts, "flat": flat if self._flat_step else in_parts}
+
+    def _repeated(self) -> set[torch.Tensor]:
+        counts = Counter(all_parameters(self.param_groups))
+        return {parameter for parameter, count in counts.items() if count > 1}
 
     def _by_group(self, values: Sequence[_T]) -> dict[int, _T]:
         """Each parameter's value, given one for each group."""
@@ -897,7 +899,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
     def _require_elementwise(self, optimizer_class: type[Optimizer]) -> None:
         use = 'partition="elements"' if "elements" in self._partitions else "flat_step=True"
-        if "elements" in self._partitions or self._flat_step:
+        if self._is_flat:
             require_elementwise(
                 optimizer_class, is_confirmed=self._is_confirmed_elementwise, use=use
             )
@@ -931,13 +933,25 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
     # What the ranks agree on, and what must hold
 
+    def _describe_missing(self, closure: Callable[[], Any] | None) -> dict[str, Json]:
+        """Where each rank steps a part of a parameter, all must step, or none."""
+        if closure is not None or self._join_config.enable:  # not known yet, or sent as needed
+            return {}
+        missing: list[Json] = self._gradients.missing_parts()
+        return {"parameters without a gradient": missing} if missing else {}
+
     def _describe_parameters(self, start: int = 0) -> dict[str, Json]:
         return describe_parameters(
             self.param_groups,
             self._parameters,
             self._plan.specs[start:],
-            resident=self.parameters_as_bucket_view,
+            resident=self.parameters_as_bucket_view or self._is_flat,
         )
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether some parameters are to be stepped as flat slices, if they can be."""
+        return self._flat_step or "elements" in self._partitions
 
     def _find_replaced(self) -> RuntimeError | None:
         if not same_members(self.param_groups, self._members):
@@ -951,12 +965,13 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             return replaced
         return RuntimeError(
             f"the storage of parameter {self._name_of(self._parameters[strayed])} was replaced after "
-            "parameters_as_bucket_view=True had moved it into a bucket, so that updates would not "
-            f"reach it; {CURE}"
+            "parameters_as_bucket_view=True, partition='elements' or flat_step=True had moved it into "
+            f"a bucket, so that updates would not reach it; {CURE}"
         )
 
     def _name_of(self, parameter: torch.Tensor) -> str:
-        return name_of(parameter, self.param_groups)
+        index = self._slices.first_in(parameter)
+        return name_of(parameter if index is None else self._parameters[index], self.param_groups)
 
     def _move_into_buckets(self, call: str, layouts: Sequence[BucketLayout]) -> None:
         error = None
