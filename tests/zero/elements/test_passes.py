@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.zero import test_join
-from tests.zero.elements.ways import ELEMENTS, FLAT, in_another_way
+from tests.zero.elements.ways import DURING, ELEMENTS, FLAT, in_another_way
 from tests.zero.gradients import (
     test_aborted,
     test_clipping,
@@ -18,7 +18,6 @@ from tests.zero.gradients import (
 
 Run = Callable[..., list[Any]]
 
-DURING = {**ELEMENTS, "overlap_with_backward": True}
 Case = tuple[int, Callable[..., Any], tuple[Any, ...]]
 """The number of ranks, a test's function, and its arguments."""
 

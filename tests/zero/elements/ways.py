@@ -9,6 +9,7 @@ import pytest
 from tensorplay.distributed.optim import ZeroRedundancyOptimizer
 
 ELEMENTS: dict[str, Any] = {"partition": "elements"}
+DURING: dict[str, Any] = {**ELEMENTS, "overlap_with_backward": True}
 FLAT: dict[str, Any] = {"flat_step": True}
 WAYS = pytest.mark.parametrize("way", [ELEMENTS, FLAT], ids=["elements", "flat parameters"])
 SOURCES = pytest.mark.parametrize("reduces", [False, True], ids=["averaged elsewhere", "reduced"])

@@ -861,7 +861,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     def _choose_partition(self, group: dict[str, Any]) -> str:
         """Takes a group's own choice out of it, or the optimizer's."""
         choice = group.pop("partition", self._partition)
-        if choice not in {"parameters", "elements"}:
+        if choice not in ("parameters", "elements"):
             raise ValueError(
                 f"partition={choice!r} is none; use 'parameters' (each has one owner, any optimizer "
                 "class) or 'elements' (all are cut evenly, element-wise classes)"
