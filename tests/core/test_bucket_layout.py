@@ -4,7 +4,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tensorplay.distributed.optim._core.bucket_layout import (
@@ -232,6 +232,7 @@ SLOTS = st.builds(Slot, st.just(3), st.integers(0, 30), st.integers(1, 30))
 
 
 @given(SLOTS, st.integers(0, 70), st.integers(0, 70), st.integers(-10, 10))
+@example(Slot(3, 0, 4), 2, 2, 0)
 def test_an_overlap_holds_the_elements_in_both(slot: Slot, one: int, two: int, origin: int) -> None:
     start, end = sorted((one, two))
     both = sorted(set(range(slot.offset, slot.offset + slot.numel)) & set(range(start, end)))

@@ -124,13 +124,22 @@ ROUNDING = {
 
 
 def require_close(expected: Any, actual: Any, what: str = "", factor: float = 1.0) -> None:
-    """Asserts equality up to rounding: 1e-6 in float32; containers, shapes and strides are equal.
+    """Asserts that :func:`difference_beyond_rounding` finds none."""
+    difference = difference_beyond_rounding(expected, actual, what, factor=factor)
+    assert difference is None, difference
+
+
+def difference_beyond_rounding(
+    expected: Any, actual: Any, what: str = "", *, factor: float = 1.0, least_scale: float = 0.0
+) -> str | None:
+    """Where two nests differ by more than rounding (1e-6 in float32), or in containers or strides.
 
     Args:
         expected: a nest of tensors, containers and numbers.
         actual: another.
         what: how the message calls it.
         factor: by how much more it may differ, after several steps.
+        least_scale: numbers that tensors were computed from may have been as large as this.
     """
 
     def rounded(one: Any, other: Any) -> Any:
@@ -139,13 +148,12 @@ def require_close(expected: Any, actual: Any, what: str = "", factor: float = 1.
         if one.shape != other.shape or one.dtype != other.dtype or not one.numel():
             return one
         near = factor * ROUNDING.get(one.dtype, 1e-6)
-        scale = one.abs().nan_to_num(0, 0, 0).max().item()
+        scale = max(least_scale, one.abs().nan_to_num(0, 0, 0).max().item())
         if torch.allclose(one, other, rtol=near, atol=near * scale, equal_nan=True):
             return other.detach() if one.stride() == other.stride() else one
         return one
 
-    difference = first_difference(_map_pairs(rounded, expected, actual), actual, what, strides=True)
-    assert difference is None, difference
+    return first_difference(_map_pairs(rounded, expected, actual), actual, what, strides=True)
 
 
 def _map_pairs(function: Any, one: Any, other: Any) -> Any:

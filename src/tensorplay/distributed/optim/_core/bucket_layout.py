@@ -34,7 +34,7 @@ class Slot(NamedTuple):
 
     def meets(self, start: int, end: int) -> bool:
         """Whether a stretch of the bucket holds some of it."""
-        return start < self.offset + self.numel and self.offset < end
+        return max(start, self.offset) < min(end, self.offset + self.numel)
 
     def overlap(self, start: int, end: int, origin: int) -> tuple[int, int]:
         """The part of it that lies in a stretch of the bucket, counted from ``origin``."""
