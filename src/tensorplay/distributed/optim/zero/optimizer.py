@@ -147,8 +147,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             optimizer class. ``"elements"``: all are cut evenly, at any element, so that every rank
             has the same load however large the largest parameter is; the class must be
             element-wise. A param group may have its own choice under the key ``"partition"``. What
-            can't be cut stays whole: frozen parameters, those that share memory, and those without
-            axes.
+            can't be cut stays whole: frozen parameters, those that share memory, those given twice,
+            those without axes, and ``DTensor``\ s. Gradients must be dense.
         flat_step: steps one flat tensor per bucket where it can, instead of each parameter: faster
             where parameters are many and small. The class must be element-wise. Always so for
             ``partition="elements"``. Either moves the parameters into flat buffers, as
@@ -164,14 +164,16 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             need a parameter.
         param_groups: all parameters and options, live: what schedulers change here is used.
         state: the state of the parameters that this rank owns, live. Of a parameter that is stepped
-            in a flat slice: views of its part, ``(numel of the part,)``, in the order of memory.
+            in a flat slice: views of its part, ``(numel of the part,)``, in the order of memory, in
+            a mapping that can't be assigned to.
 
     Raises:
         RuntimeError: if no process group is initialised, or the ranks disagree about parameters,
             options or world size; on every rank, naming the first difference.
         ValueError: if this rank isn't in the group, ``optimizer_class`` couples all parameters
-            (LBFGS, Prodigy, D-Adaptation) or, where it must be, isn't element-wise, or a parameter is on a device for which the group has
-            no backend; also whatever ``optimizer_class`` raises. The other ranks raise too.
+            (LBFGS, Prodigy, D-Adaptation) or, where it must be, isn't element-wise, or a parameter is
+            on a device for which the group has no backend; also whatever ``optimizer_class`` raises.
+            The other ranks raise too.
         TypeError: for sparse parameters, and for a ``DTensor`` of which the ranks of the group hold
             different parts.
 
