@@ -21,12 +21,23 @@ def _disagreeing(what: str) -> None:
     rank = dist.get_rank()
     parameters: Any = list(make_model().parameters())
     ours: dict[str, Any] = {}
+    if what == "added group":
+        optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+        group = {"params": [nn.Parameter(torch.ones(50))]}
+        with pytest.raises(RuntimeError, match="partition is 'parameters' on rank 0 but 'element"):
+            optimizer.add_param_group({**group, **(ELEMENTS if rank else {})})
+        optimizer.add_param_group({**group, **ELEMENTS})
+        return
     if what == "partition":
         ours = ELEMENTS if rank else {}
     elif what == "flat_step":
         ours = {"flat_step": rank == 0}
     elif what == "group":
-        groups = [{"params": parameters[:3]}, {"params": parameters[3:]}]
+        groups = [
+            {"params": parameters[:3], "partition": "elements"},
+            {"params": parameters[3:5]},
+            {"params": parameters[5:], "partition": "parameters"},
+        ]
         groups[1]["partition"] = "elements" if rank else "parameters"
         parameters = groups
     else:  # a parameter that can be moved into a bucket here only
@@ -35,7 +46,7 @@ def _disagreeing(what: str) -> None:
             (weight,) = [each for each in parameters if each.shape == (31, 7)]
             weight.data = torch.empty(2, 31, 7)[0].copy_(weight.detach())
     expected = {
-        "partition": r"partition of each group\[0\] is 'parameters' on rank 0 but 'elements' on",
+        "partition": "partition is 'parameters' on rank 0 but 'elements' on",
         "flat_step": "flat_step is True on rank 0 but False on",
         "group": r"partition of each group\[1\] is 'parameters' on rank 0 but 'elements' on",
         "storage": "owns its storage",
@@ -44,7 +55,7 @@ def _disagreeing(what: str) -> None:
         ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, **ours)
 
 
-@pytest.mark.parametrize("what", ["partition", "flat_step", "group", "storage"])
+@pytest.mark.parametrize("what", ["partition", "flat_step", "group", "added group", "storage"])
 def test_ranks_that_disagree_about_the_division(run: Run, what: str) -> None:
     run(3, _disagreeing, what)
 

@@ -240,11 +240,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             if error
             else {
                 "parameters_as_bucket_view": self.parameters_as_bucket_view,
-                "partition of each group": list(self._partitions),
+                "partition": ", ".join(sorted(set(self._partitions))),
                 "flat_step": self._flat_step,
                 "gradients": self._gradients.describe(),
                 **self._describe_parameters(),
                 **describe_options(self.param_groups),
+                "partition of each group": list(self._partitions),
                 "optimizer_class": f"{type(self.optim).__module__}.{type(self.optim).__qualname__}",
                 "world_size": self._communicator.members.world_size,
             },
@@ -339,6 +340,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 None
                 if error
                 else {
+                    "partition": ", ".join(sorted(set(self._partitions))),
                     **self._describe_parameters(before[2]),
                     **describe_options(self.param_groups),
                     "partition of each group": list(self._partitions),
