@@ -22,10 +22,11 @@ from tests.reference.training import require_equal, values_of
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 README = PAGE.parents[1] / "README.md"
 
-TORCH, PLAIN, WITHOUT_DDP, FAIRSCALE, LOADING = (
+TORCH, PLAIN, WITHOUT_DDP, PARTITION, FAIRSCALE, LOADING = (
     "From torch's class",
     "From the plain optimizer",
     "Without DDP",
+    "Which partition",
     "From fairscale's `OSS`",
     "Loading a checkpoint",
 )
@@ -68,6 +69,7 @@ def test_the_tests_below_run_every_block() -> None:
     run = {block(s, what) for s in (TORCH, PLAIN, FAIRSCALE) for what in (CONSTRUCTION, SAVING)}
     run |= {block(TORCH, "Join"), block(FAIRSCALE, "clip_grad_norm_")}
     run |= {block(WITHOUT_DDP, CONSTRUCTION), block(WITHOUT_DDP, "full_grad")}
+    run |= {block(PARTITION, CONSTRUCTION), block(PARTITION, "groups = ")}
     run |= {block(LOADING, LOAD), block(LOADING, "detach_copy")}
     assert set(blocks()) == run
 
@@ -221,6 +223,29 @@ def _without_ddp() -> None:
 
 def test_without_ddp() -> None:
     run_ranks(2, _without_ddp)
+
+
+def _which_partition(of_groups: bool) -> None:
+    construction = block(PARTITION, CONSTRUCTION)
+    model = "model = DistributedDataParallel(net)\n"
+    imports = "from tensorplay.distributed.optim import ZeroRedundancyOptimizer\n"
+    plain = Script(model + imports + construction.before())
+    code = construction.after()
+    if of_groups:
+        code = block(PARTITION, "groups = ").code + code.replace("model.parameters()", "groups")
+    new = Script(model + imports + code)
+    plain.train(0)
+    new.train(0)
+    for expected, actual in zip(plain.values(), new.values(), strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert of_groups or new.names["optimizer"].sharding_report().load_ratio < 1.05
+    state = new.names["optimizer"].state
+    assert any(each["exp_avg"].ndim == 1 for each in state.values())
+
+
+@pytest.mark.parametrize("of_groups", [False, True])
+def test_which_partition(of_groups: bool) -> None:
+    run_ranks(2, _which_partition, of_groups)
 
 
 def _part_of_the_model() -> None:

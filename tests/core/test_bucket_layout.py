@@ -4,12 +4,14 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tensorplay.distributed.optim._core.bucket_layout import (
     ALIGNMENT_BYTES,
     BucketLayout,
+    Slot,
+    cut_evenly,
     extents_in_rounds,
     layout_buckets,
 )
@@ -224,3 +226,71 @@ def test_rounds_cover_every_slice_once_and_in_order(lengths: list[int], longest:
             assert 0 <= stop - begin <= longest
             covered += range(begin, stop)
         assert covered == list(range(start, end))
+
+
+SLOTS = st.builds(Slot, st.just(3), st.integers(0, 30), st.integers(1, 30))
+
+
+@given(SLOTS, st.integers(0, 70), st.integers(0, 70), st.integers(-10, 10))
+@example(Slot(3, 0, 4), 2, 2, 0)
+def test_an_overlap_holds_the_elements_in_both(slot: Slot, one: int, two: int, origin: int) -> None:
+    start, end = sorted((one, two))
+    both = sorted(set(range(slot.offset, slot.offset + slot.numel)) & set(range(start, end)))
+    assert slot.meets(start, end) == bool(both)
+    assert slot.is_within(start, end) == (len(both) == slot.numel)
+    if both:
+        begin, stop = slot.overlap(start, end, origin)
+        assert list(range(begin + origin, stop + origin)) == both
+
+
+@plans
+def test_an_even_cut_leaves_places_alone_and_differs_by_one_alignment(
+    specs: list[ParameterSpec], num_ranks: int, capacity_bytes: int
+) -> None:
+    for layout in layouts_of(specs, num_ranks, capacity_bytes):
+        cut = cut_evenly(layout, num_ranks)
+        assert (cut.slots, cut.numel, len(cut.cuts)) == (layout.slots, layout.numel, num_ranks + 1)
+        lengths = [end - start for start, end in pairwise(cut.cuts)]
+        alignment = max(1, ALIGNMENT_BYTES // layout.dtype.itemsize)
+        assert all(length >= 0 for length in lengths)
+        assert max(lengths) - min(lengths) <= 2 * alignment
+        assert all(start % alignment == 0 or start == cut.numel for start in cut.cuts[:-1])
+
+
+@plans
+def test_places_cut_by_a_stretch_lie_in_it_with_a_part(
+    specs: list[ParameterSpec], num_ranks: int, capacity_bytes: int
+) -> None:
+    for layout in layouts_of(specs, num_ranks, capacity_bytes):
+        cut = cut_evenly(layout, num_ranks)
+        held: dict[int, int] = {}
+        for start, end in pairwise(cut.cuts):
+            partly = cut.cut_slots(start, end)
+            assert len(partly) <= 2
+            for slot in cut.slots:
+                begin, stop = slot.overlap(start, end, slot.offset)
+                numel = max(0, stop - begin)
+                held[slot.parameter] = held.get(slot.parameter, 0) + numel
+                assert (slot in partly) == (0 < numel < slot.numel)
+        assert held == {slot.parameter: slot.numel for slot in layout.slots}
+
+
+@plans
+def test_one_by_one_every_rank_owns_the_same_elements(
+    specs: list[ParameterSpec], num_ranks: int, capacity_bytes: int
+) -> None:
+    for layout in layouts_of(specs, num_ranks, capacity_bytes):
+        cut = cut_evenly(layout, num_ranks)
+        alone = cut.one_by_one()
+        assert [each.slots for each in alone] == [
+            (Slot(slot.parameter, 0, slot.numel),) for slot in cut.slots
+        ]
+        for each, slot in zip(alone, cut.slots, strict=True):
+            assert (each.cuts[0], each.numel) == (0, slot.numel)
+            for (start, end), (own_start, own_end) in zip(
+                pairwise(cut.cuts), pairwise(each.cuts), strict=True
+            ):
+                begin, stop = slot.overlap(start, end, slot.offset)
+                assert (own_start, own_end) == (begin, stop) or (
+                    own_start == own_end and begin >= stop
+                )

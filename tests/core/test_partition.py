@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 from tensorplay.distributed.optim._core.partition import (
+    IN_PARTS,
     WholePartition,
     partition_elements,
     partition_whole,
@@ -164,3 +165,34 @@ def test_element_ranges_differ_by_at_most_one_multiple(
     cuts = partition_elements(numel, num_ranks, multiple)
     blocks = [-(-(end - start) // multiple) for start, end in pairwise(cuts)]
     assert max(blocks) - min(blocks) <= 1
+
+
+@given(spec_lists(), NUM_RANKS, st.sets(st.integers(0, 15)))
+def test_parameters_in_parts_have_no_owner_and_weigh_nothing_for_the_others(
+    specs: list[ParameterSpec], num_ranks: int, chosen: set[int]
+) -> None:
+    members: defaultdict[int, list[int]] = defaultdict(list)
+    for spec in specs:
+        members[spec.memory_unit].append(spec.index)
+    in_parts = {index for index in chosen if members[index] == [index]}
+    partition = partition_whole(specs, num_ranks, in_parts=in_parts)
+    assert {i for i, owner in enumerate(partition.owners) if owner == IN_PARTS} == in_parts
+    others = [spec for spec in specs if spec.index not in in_parts]
+    alone = partition_whole(others, num_ranks)
+    assert [partition.owners[spec.index] for spec in others] == list(alone.owners)
+    assert (partition.trainable_loads, partition.total_loads) == (
+        alone.trainable_loads,
+        alone.total_loads,
+    )
+
+
+@given(spec_lists(), st.integers(0, 20), NUM_RANKS)
+def test_adding_parameters_in_parts_moves_none(
+    specs: list[ParameterSpec], num_before: int, num_ranks: int
+) -> None:
+    before = partition_whole(specs[:num_before], num_ranks)
+    units = [spec.memory_unit for spec in specs]
+    in_parts = {unit for unit in units[num_before:] if units.count(unit) == 1}
+    after = partition_whole(specs, num_ranks, before, in_parts=in_parts)
+    assert after.owners[:num_before] == before.owners[: len(specs)]
+    assert all(after.owners[index] == IN_PARTS for index in in_parts)

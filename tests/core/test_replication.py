@@ -26,6 +26,7 @@ def make_tensors(rank: int) -> list[torch.Tensor]:
         torch.full((3,), 1j + rank),
         torch.randn(9, generator=generator).bfloat16(),
         memory[50:],
+        memory[41:44:2].double()[::2],  # one element, whose stride is 2
     ]
 
 

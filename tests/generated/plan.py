@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tensorplay.distributed.optim.zero.elementwise import NOT_ELEMENTWISE
 from tests.reference.optimizers import KeepsCounters, NeedsAParameter
 
 MEMBERS = ((0,), (0, 1), (1, 3), (0, 1, 2), (0, 1, 2, 3), (2,), (1, 2, 3))
@@ -43,11 +44,25 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A param group; if ``repeats``, its first parameter also stands at its end."""
+    """A param group; if ``repeats``, its first parameter also stands at its end.
+
+    ``partition`` is its own choice, if it has one.
+    """
 
     parameters: tuple[ParameterPlan, ...]
     options: tuple[tuple[str, Any], ...] = ()
     repeats: bool = False
+    partition: str | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the sharded optimizer divides the work, and who averages the gradients."""
+
+    partition: str = "parameters"
+    flat_step: bool = False
+    shard_gradients: bool = False
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,6 +147,7 @@ class Resume:
     through_plain: bool = False
     values_last: bool = False
     named: bool = False
+    way: Way = Way()
 
 
 Event = (
@@ -155,6 +171,19 @@ class Plan:
     named: bool = False
     schedule: str | None = None
     capacity: int | None = None
+    way: Way = Way()
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether flat slices may be stepped, so that results are equal up to rounding."""
+        ways = [self.way, *(event.way for event in self.events if isinstance(event, Resume))]
+        groups = [
+            *self.groups,
+            *(event.group for event in self.events if isinstance(event, AddGroup)),
+        ]
+        return any(way.flat_step or way.partition == "elements" for way in ways) or any(
+            group.partition == "elements" for group in groups
+        )
 
 
 # The optimizers
@@ -191,6 +220,11 @@ class OptimizerKind:
     repeats: bool = True
     sparse: bool = False
     takes_closure: bool = True
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether it may step flat slices."""
+        return not self.sparse and self.optimizer_class.__name__ not in NOT_ELEMENTWISE
 
 
 _LR = (0.1, 0.5, 1e-3)

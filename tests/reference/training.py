@@ -114,6 +114,60 @@ def require_equal(expected: Any, actual: Any, what: str = "") -> None:
     assert difference is None, f"{what}{difference}"
 
 
+ROUNDING = {
+    torch.float64: 1e-13,
+    torch.complex128: 1e-13,
+    torch.bfloat16: 2e-2,
+    torch.float16: 2e-3,
+}
+"""How far kernels may differ that treat a vector's middle and its end alike up to rounding."""
+
+
+def require_close(expected: Any, actual: Any, what: str = "", factor: float = 1.0) -> None:
+    """Asserts that :func:`difference_beyond_rounding` finds none."""
+    difference = difference_beyond_rounding(expected, actual, what, factor=factor)
+    assert difference is None, difference
+
+
+def difference_beyond_rounding(
+    expected: Any, actual: Any, what: str = "", *, factor: float = 1.0, least_scale: float = 0.0
+) -> str | None:
+    """Where two nests differ by more than rounding (1e-6 in float32), or in containers or strides.
+
+    Args:
+        expected: a nest of tensors, containers and numbers.
+        actual: another.
+        what: how the message calls it.
+        factor: by how much more it may differ, after several steps.
+        least_scale: numbers that tensors were computed from may have been as large as this.
+    """
+
+    def rounded(one: Any, other: Any) -> Any:
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return one
+        if one.shape != other.shape or one.dtype != other.dtype or not one.numel():
+            return one
+        near = factor * ROUNDING.get(one.dtype, 1e-6)
+        scale = max(least_scale, one.abs().nan_to_num(0, 0, 0).max().item())
+        if torch.allclose(one, other, rtol=near, atol=near * scale, equal_nan=True):
+            return other.detach() if one.stride() == other.stride() else one
+        return one
+
+    return first_difference(_map_pairs(rounded, expected, actual), actual, what, strides=True)
+
+
+def _map_pairs(function: Any, one: Any, other: Any) -> Any:
+    """``one`` with each leaf replaced by ``function(leaf, its counterpart)``, where there is one."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {
+            key: _map_pairs(function, value, other[key]) if key in other else value
+            for key, value in one.items()
+        }
+    if type(one) in (list, tuple) and type(one) is type(other) and len(one) == len(other):
+        return type(one)(_map_pairs(function, *pair) for pair in zip(one, other, strict=True))
+    return function(one, other)
+
+
 def values_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Detached copies."""
     return [parameter.detach().clone() for parameter in parameters]

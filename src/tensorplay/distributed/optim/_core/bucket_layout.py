@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
+from tensorplay.distributed.optim._core.partition import partition_elements
 from tensorplay.distributed.optim._core.ranks import GroupRank
 
 ALIGNMENT_BYTES = 16
@@ -33,7 +34,7 @@ class Slot(NamedTuple):
 
     def meets(self, start: int, end: int) -> bool:
         """Whether a stretch of the bucket holds some of it."""
-        return start < self.offset + self.numel and self.offset < end
+        return max(start, self.offset) < min(end, self.offset + self.numel)
 
     def overlap(self, start: int, end: int, origin: int) -> tuple[int, int]:
         """The part of it that lies in a stretch of the bucket, counted from ``origin``."""
@@ -142,9 +143,7 @@ def layout_buckets(
 def cut_evenly(layout: BucketLayout, num_ranks: int) -> BucketLayout:
     """The same bucket, each rank owning about as many elements, wherever parameters begin."""
     alignment = max(1, ALIGNMENT_BYTES // layout.dtype.itemsize)
-    share = -(-layout.numel // (num_ranks * alignment)) * alignment
-    cuts = tuple(min(rank * share, layout.numel) for rank in range(num_ranks + 1))
-    return replace(layout, cuts=cuts)
+    return replace(layout, cuts=partition_elements(layout.numel, num_ranks, alignment))
 
 
 def extents_in_rounds(cuts: Sequence[int], longest: int) -> list[tuple[tuple[int, int], ...]]:

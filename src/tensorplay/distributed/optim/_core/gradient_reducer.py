@@ -287,10 +287,13 @@ class GradientReducer:
     def _stretches(self, bucket: GradientBucket) -> list[torch.Tensor]:
         start, end = self._own_extent(bucket.layout)
         cut = self._cut.get(bucket, ())
-        if all(_own_part(self.parameters[slot.parameter]) is not None for slot in cut):
-            flat = bucket.whole(start, end)
-            if flat is not None:
-                return [flat]
+        flat = bucket.whole(start, end)
+        if flat is not None and all(
+            (own := _own_part(self.parameters[slot.parameter])) is not None
+            and own.data_ptr() == flat[slot.overlap(start, end, start)[0] :].data_ptr()
+            for slot in cut
+        ):
+            return [flat]
         owned = (
             self.parameters[slot.parameter].grad
             if slot.is_within(start, end)

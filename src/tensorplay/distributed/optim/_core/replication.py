@@ -34,7 +34,8 @@ def replicate_(
     for batch in _batches(tensors, capacity_bytes):
         (first, *others) = batch
         if not others and is_dense(first) and first.is_contiguous():
-            send(first.detach().view(-1))
+            # Not `view(-1)`: the stride of one element may be any number.
+            send(first.detach().as_strided((first.numel(),), (1,)))
             continue
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
         send(flat)

@@ -38,5 +38,7 @@ def gradient_from(
         flat[start:end] = gradient.own
     elif gradient is not None:
         copy.copy_(gradient)
+    else:
+        flat[start:end].zero_()
     communicator.gather_from_owners(flat, cuts).wait()
     return copy

@@ -1,5 +1,7 @@
 """Which optimizers may step a stretch of a parameter: those whose update of an element needs no other."""
 
+import re
+
 from torch.optim import Optimizer
 
 ELEMENTWISE = frozenset(
@@ -47,7 +49,7 @@ def require_elementwise(optimizer_class: type[Optimizer], *, is_confirmed: bool,
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
     for ancestor in getattr(optimizer_class, "__mro__", ()):
         for beginning, reason in NOT_ELEMENTWISE.items():
-            if ancestor.__name__.startswith(beginning):
+            if re.match(f"{beginning}(?![a-z])", ancestor.__name__):
                 raise ValueError(
                     f"{name} can't be used with {use}: {reason}, so that a rank with a part of it "
                     'would compute something else. Use partition="parameters", which works with it'

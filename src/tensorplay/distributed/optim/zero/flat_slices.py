@@ -9,17 +9,21 @@ Note [Cuts of a slice]
     cut there, for good: their state goes on by itself. Cutting copies nothing but counters.
 
 Note [State of a slice]
-    What has the slice's shape belongs to its elements; anything else (a count of steps, a learning
-    rate of its own) belongs to each of its parameters alike. The user sees, by parameter, views of
-    the former in the order in which the parameter's elements lie in memory, and the latter as it is.
+    What has the slice's shape, however deep in lists and dicts, belongs to its elements; anything
+    else (a count of steps, a learning rate of its own) belongs to each of its parameters alike. The
+    user sees, by parameter, views of the former in the order in which the parameter's elements lie
+    in memory, and the latter as it is.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
@@ -151,6 +155,12 @@ class FlatSlices:
         """How many buckets there are."""
         return self._num_buckets
 
+    def first_in(self, tensor: torch.Tensor) -> int | None:
+        """The first parameter of the slice that the local optimizer knows as ``tensor``, if it's one."""
+        return next(
+            (each.pieces[0].parameter for each in self.slices if each.tensor is tensor), None
+        )
+
     def in_group(self, group: int) -> list[torch.Tensor]:
         """The local optimizer's parameters for one group."""
         return [each.tensor for each in self.slices if each.group == group]
@@ -219,6 +229,12 @@ class FlatSlices:
                     "None or to a whole gradient"
                 )
             return own
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of parameter {piece.parameter} has layout {gradient.layout}, of which "
+                "no stretch can be stepped; build the embedding with sparse=False, or give it a param "
+                'group with "partition": "parameters" and leave flat_step False'
+            )
         return in_memory_order(gradient, self._specs[piece.parameter])[piece.begin : piece.end]
 
     def _cut(self, each: FlatSlice, parts: Sequence[Sequence[Piece]], optimizer: Optimizer) -> None:
@@ -231,10 +247,9 @@ class FlatSlices:
             for part in cut:
                 begin = part.start - each.start
                 stretch = slice(begin, begin + part.numel)
-                optimizer.state[part.tensor] = {
-                    key: value[stretch] if _is_of_elements(value, each) else clone(value)
-                    for key, value in state.items()
-                }
+                optimizer.state[part.tensor] = tree_map(
+                    functools.partial(_part_of, shape=(each.numel,), stretch=stretch), state
+                )
         self._put_into(optimizer, each.group, {each.tensor: [part.tensor for part in cut]})
 
     def _slice(self, origin: FlatSlice, pieces: Sequence[Piece]) -> FlatSlice:
@@ -321,56 +336,51 @@ class FlatSlices:
         if piece.parameter not in saved:
             return None
         shape = self._specs[piece.parameter].shape
-        return {
-            key: ... if _has_shape(value, shape) else value
-            for key, value in saved[piece.parameter].items()
-        }
+        leaves, structure = tree_flatten(saved[piece.parameter])
+        return [... if _has_shape(leaf, shape) else leaf for leaf in leaves], structure
 
-    def _assemble(self, each: FlatSlice, saved: Mapping[int, Any]) -> dict[str, Any] | None:
+    def _assemble(self, each: FlatSlice, saved: Mapping[int, Any]) -> Any:
+        """The state of a slice from that of its parameters; ``None`` if they have none."""
         common = self._common(each.pieces[0], saved)
         if common is None:
             return None
-        state: dict[str, Any] = {}
-        for key, value in common.items():
-            if value is not ...:
-                state[key] = clone(value)
+        leaves, structure = common
+        of_parameters = [tree_flatten(saved[piece.parameter])[0] for piece in each.pieces]
+        assembled = []
+        for place, leaf in enumerate(leaves):
+            if leaf is not ...:
+                assembled.append(clone(leaf))
                 continue
-            for piece in each.pieces:
-                spec = self._specs[piece.parameter]
-                stretch = in_memory_order(saved[piece.parameter][key], spec)
-                if key not in state:
-                    state[key] = stretch.new_zeros(each.numel)
-                state[key][each.place(piece)] = stretch[piece.begin : piece.end]
-        return state
+            whole = of_parameters[0][place].new_zeros(each.numel)
+            for piece, values in zip(each.pieces, of_parameters, strict=True):
+                stretch = in_memory_order(values[place], self._specs[piece.parameter])
+                whole[each.place(piece)] = stretch[piece.begin : piece.end]
+            assembled.append(whole)
+        return tree_unflatten(assembled, structure)
 
 
-@dataclass(frozen=True)
-class SlicedState:
+class SlicedState(NamedTuple):
     """This rank's part of one parameter's state.
 
     Attributes:
         begin: where the part begins, in elements in the parameter's order of memory.
-        of_elements: ``(numel of the part,)`` each.
-        of_parameter: what isn't divided.
+        of_elements: which of the state's leaves are divided, by number.
+        state: the state, those leaves ``(numel of the part,)`` each.
     """
 
     begin: int
-    of_elements: dict[str, torch.Tensor]
-    of_parameter: dict[str, Any]
+    of_elements: list[int]
+    state: Any
 
     @classmethod
-    def of(cls, each: FlatSlice, piece: Piece, state: Mapping[str, Any]) -> "SlicedState":
+    def of(cls, each: FlatSlice, piece: Piece, state: Any) -> "SlicedState":
         """A piece's part of a slice's state; views."""
-        divided = {key: value for key, value in state.items() if _is_of_elements(value, each)}
-        return cls(
-            piece.begin,
-            {key: value[each.place(piece)] for key, value in divided.items()},
-            {key: value for key, value in state.items() if key not in divided},
-        )
-
-    def in_one(self) -> dict[str, Any]:
-        """Both in one dict."""
-        return {**self.of_elements, **self.of_parameter}
+        leaves, structure = tree_flatten(state)
+        shape, stretch = (each.numel,), each.place(piece)
+        of_elements = [place for place, leaf in enumerate(leaves) if _has_shape(leaf, shape)]
+        for place in of_elements:
+            leaves[place] = leaves[place][stretch]
+        return cls(piece.begin, of_elements, tree_unflatten(leaves, structure))
 
 
 class StateByParameter(Mapping[torch.Tensor, Any]):
@@ -390,7 +400,16 @@ class StateByParameter(Mapping[torch.Tensor, Any]):
         self._parameters = parameters
 
     def __getitem__(self, parameter: torch.Tensor) -> Any:
-        return self._by_parameter()[parameter]
+        state = self._optimizer.state
+        for each in self._slices.slices:
+            for piece in each.pieces:
+                if self._parameters[piece.parameter] is parameter:
+                    if each.tensor not in state:  # asking for it would make a new entry
+                        raise KeyError(parameter)
+                    return _read_only(SlicedState.of(each, piece, state[each.tensor]).state)
+        if parameter not in state:
+            raise KeyError(parameter)
+        return state[parameter]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._by_parameter())
@@ -398,14 +417,27 @@ class StateByParameter(Mapping[torch.Tensor, Any]):
     def __len__(self) -> int:
         return len(self._by_parameter())
 
+    def items(self) -> ItemsView[torch.Tensor, Any]:
+        """All at once, which is much faster than one by one."""
+        return self._by_parameter().items()
+
+    def values(self) -> ValuesView[Any]:
+        """Likewise."""
+        return self._by_parameter().values()
+
     def _by_parameter(self) -> dict[Any, Any]:
         state = self._optimizer.state
         inner = {each.tensor for each in self._slices.slices}
         sliced = self._slices.states(state)
         return {
             **{key: value for key, value in state.items() if key not in inner},
-            **{self._parameters[index]: part.in_one() for index, part in sliced.items()},
+            **{self._parameters[index]: _read_only(part.state) for index, part in sliced.items()},
         }
+
+
+def _read_only(state: Any) -> Any:
+    """An assignment to what was put together for the user would be lost: it raises."""
+    return MappingProxyType(state) if isinstance(state, dict) else state
 
 
 def in_memory_order(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
@@ -419,23 +451,25 @@ def in_memory_order(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
     return tensor.as_strided((spec.numel,), (1,))
 
 
-def merge(parts: Sequence[SlicedState], spec: ParameterSpec) -> dict[str, Any]:
+def merge(parts: Sequence[SlicedState], spec: ParameterSpec) -> Any:
     """The whole state of a parameter from the parts that the ranks hold."""
-    state: dict[str, Any] = dict(parts[0].of_parameter)
-    for key, example in parts[0].of_elements.items():
+    leaves, structure = tree_flatten(parts[0].state)
+    of_parts = [(part.begin, tree_flatten(part.state)[0]) for part in parts]
+    for place in parts[0].of_elements:
+        example = leaves[place]
         whole = torch.empty_strided(
             spec.shape, spec.stride, dtype=example.dtype, device=example.device
         )
         flat = whole.as_strided((spec.numel,), (1,))
-        for part in parts:
-            stretch = part.of_elements[key]
-            flat[part.begin : part.begin + stretch.numel()] = stretch
-        state[key] = whole
-    return state
+        for begin, values in of_parts:
+            flat[begin : begin + values[place].numel()] = values[place]
+        leaves[place] = whole
+    return tree_unflatten(leaves, structure)
 
 
-def _is_of_elements(value: Any, each: FlatSlice) -> bool:
-    return _has_shape(value, (each.numel,))
+def _part_of(value: Any, shape: Sequence[int], stretch: slice) -> Any:
+    """A stretch of what has that shape, a copy of anything else."""
+    return value[stretch] if _has_shape(value, shape) else clone(value)
 
 
 def _has_shape(value: Any, shape: Sequence[int]) -> bool:
@@ -451,9 +485,7 @@ def _same(one: Any, other: Any) -> bool:
             and one.dtype == other.dtype
             and torch.equal(one, other)
         )
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple) and isinstance(other, tuple):
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
         return len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
 

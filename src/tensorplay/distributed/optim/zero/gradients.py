@@ -15,7 +15,6 @@ from torch import nn
 from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
 from tensorplay.distributed.optim._core.collectives import Communicator
-from tensorplay.distributed.optim._core.gradient_norm import flatten
 from tensorplay.distributed.optim._core.gradient_reducer import GradientReducer
 from tensorplay.distributed.optim._core.local_shard import is_dtensor
 from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
@@ -24,6 +23,7 @@ from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.replication import replicate_
 from tensorplay.distributed.optim._core.step_schedule import Stage
 from tensorplay.distributed.optim._core.tagged_json import Json
+from tensorplay.distributed.optim.zero.flat_slices import in_memory_order
 from tensorplay.distributed.optim.zero.sharding_plan import (
     CAPACITY_BYTES,
     STEPPED_CAPACITY_BYTES,
@@ -74,6 +74,9 @@ class Gradients(Protocol):
 
     def others(self) -> list[torch.Tensor]:
         """The averaged gradients, as whole as they are here, of what other ranks own."""
+
+    def missing_parts(self) -> list[int]:
+        """Parameters of which every rank steps a part, and that have no gradient here."""
 
     def forget(self) -> None:
         """Drops what isn't in any ``.grad``."""
@@ -168,8 +171,22 @@ class AveragedElsewhere:
                     yield gradient.own, ()
                 continue
             start, end = self._plan.cuts_of(index)[self._group_rank : self._group_rank + 2]
-            flat = flatten(gradient)
-            yield flat[start:end], [part for part in (flat[:start], flat[end:]) if part.numel()]
+            spec = self._plan.specs[index]
+            flat = in_memory_order(gradient, spec)
+            if gradient.stride() == spec.stride:
+                yield flat[start:end], [part for part in (flat[:start], flat[end:]) if part.numel()]
+            else:  # `flat` is a copy, right for a norm: what is scaled is the gradient itself
+                yield flat[start:end], [gradient]
+
+    def missing_parts(self) -> list[int]:
+        """See :class:`Gradients`."""
+        return [
+            index
+            for index, (parameter, owner) in enumerate(
+                zip(self._parameters, self._owners, strict=True)
+            )
+            if owner == IN_PARTS and parameter.grad is None
+        ]
 
     @property
     def _owners(self) -> Sequence[GroupRank]:
@@ -300,6 +317,10 @@ class ReducedToOwners(GradientReducer):
 
     def others(self) -> list[torch.Tensor]:
         """None: they are partial."""
+        return []
+
+    def missing_parts(self) -> list[int]:
+        """None that matter: the ranks agree on them when they reduce."""
         return []
 
     def before_backward_reduces(self) -> None:

@@ -98,8 +98,8 @@ class JoinRound:
     ) -> None:
         sent = {
             index: _to_plain(gradient)
-            for index, gradient in self._gradients_of(target)
-            if gradients and gradient is not None
+            for index, gradient in (self._gradients_of(target) if gradients else ())
+            if gradient is not None
         }
         shard = Shard.encode({0: sent, 1: [_sendable_options(group) for group in groups]})
         self._communicator.send_bytes(shard.header(), target)

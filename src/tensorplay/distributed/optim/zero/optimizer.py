@@ -3,6 +3,7 @@
 import copy
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
@@ -158,8 +159,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             optimizer class. ``"elements"``: all are cut evenly, at any element, so that every rank
             has the same load however large the largest parameter is; the class must be
             element-wise. A param group may have its own choice under the key ``"partition"``. What
-            can't be cut stays whole: frozen parameters, those that share memory, and those without
-            axes.
+            can't be cut stays whole: frozen parameters, those that share memory, those given twice,
+            those without axes, and ``DTensor``\ s. Gradients must be dense.
         flat_step: steps one flat tensor per bucket where it can, instead of each parameter: faster
             where parameters are many and small. The class must be element-wise. Always so for
             ``partition="elements"``. Either moves the parameters into flat buffers, as
@@ -175,14 +176,16 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             need a parameter.
         param_groups: all parameters and options, live: what schedulers change here is used.
         state: the state of the parameters that this rank owns, live. Of a parameter that is stepped
-            in a flat slice: views of its part, ``(numel of the part,)``, in the order of memory.
+            in a flat slice: views of its part, ``(numel of the part,)``, in the order of memory, in
+            a mapping that can't be assigned to.
 
     Raises:
         RuntimeError: if no process group is initialised, or the ranks disagree about parameters,
             options or world size; on every rank, naming the first difference.
         ValueError: if this rank isn't in the group, ``optimizer_class`` couples all parameters
-            (LBFGS, Prodigy, D-Adaptation) or, where it must be, isn't element-wise, or a parameter is on a device for which the group has
-            no backend; also whatever ``optimizer_class`` raises. The other ranks raise too.
+            (LBFGS, Prodigy, D-Adaptation) or, where it must be, isn't element-wise, or a parameter is
+            on a device for which the group has no backend; also whatever ``optimizer_class`` raises.
+            The other ranks raise too.
         TypeError: for sparse parameters, and for a ``DTensor`` of which the ranks of the group hold
             different parts.
 
@@ -263,6 +266,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             if error
             else {
                 "parameters_as_bucket_view": self.parameters_as_bucket_view,
+                "partition": ", ".join(sorted(set(self._partitions))),
                 "flat_step": self._flat_step,
                 "overlap_with_forward": bool(overlap_with_forward),
                 "gradients": self._gradients.describe(),
@@ -371,6 +375,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 None
                 if error
                 else {
+                    "partition": ", ".join(sorted(set(self._partitions))),
                     **self._describe_parameters(before[2]),
                     **describe_options(self.param_groups),
                     "partition of each group": list(self._partitions),
@@ -440,7 +445,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 copy_options_(self.param_groups, self.optim.param_groups)
             some_unreduced = self._agreement.settle(
                 "step",
-                describe_options(self.param_groups),
+                {**describe_options(self.param_groups), **self._describe_missing(closure)},
                 problem,
                 flag=int(closure is None and self._gradients.has_unreduced()),
             )
@@ -873,12 +878,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         for number, part in self._slices.states(by_tensor).items():
             spec, index = self._plan.specs[number], index_of[self._parameters[number]]
             if self._plan.partition.owners[number] == IN_PARTS:
-                parts[number * world_size + rank] = [
-                    index,
-                    part.begin,
-                    part.of_elements,
-                    part.of_parameter,
-                ]
+                parts[number * world_size + rank] = [index, *part]
             else:
                 own[index] = merge([part], spec)
         return {index: own[index] for index in sorted(own)}, parts
@@ -942,7 +942,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     def _choose_partition(self, group: dict[str, Any]) -> str:
         """Takes a group's own choice out of it, or the optimizer's."""
         choice = group.pop("partition", self._partition)
-        if choice not in {"parameters", "elements"}:
+        if choice not in ("parameters", "elements"):
             raise ValueError(
                 f"partition={choice!r} is none; use 'parameters' (each has one owner, any optimizer "
                 "class) or 'elements' (all are cut evenly, element-wise classes)"
@@ -958,8 +958,14 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 'combined with partition="elements" or flat_step=True; leave one of them away'
             )
         added = range(start, len(self._parameters))
-        in_parts = {index for index in added if partition_of[index] == "elements"}
-        return {"in_parts": in_parts, "flat": set(added) if self._flat_step else in_parts}
+        repeated = self._repeated()  # stepped as often as they are given, as by torch
+        flat = {index for index in added if self._parameters[index] not in repeated}
+        in_parts = {index for index in flat if partition_of[index] == "elements"}
+        return {"in_parts": in_parts, "flat": flat if self._flat_step else in_parts}
+
+    def _repeated(self) -> set[torch.Tensor]:
+        counts = Counter(all_parameters(self.param_groups))
+        return {parameter for parameter, count in counts.items() if count > 1}
 
     def _by_group(self, values: Sequence[_T]) -> dict[int, _T]:
         """Each parameter's value, given one for each group."""
@@ -979,7 +985,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
     def _require_elementwise(self, optimizer_class: type[Optimizer]) -> None:
         use = 'partition="elements"' if "elements" in self._partitions else "flat_step=True"
-        if "elements" in self._partitions or self._flat_step:
+        if self._is_flat:
             require_elementwise(
                 optimizer_class, is_confirmed=self._is_confirmed_elementwise, use=use
             )
@@ -1013,13 +1019,25 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
     # What the ranks agree on, and what must hold
 
+    def _describe_missing(self, closure: Callable[[], Any] | None) -> dict[str, Json]:
+        """Where each rank steps a part of a parameter, all must step, or none."""
+        if closure is not None or self._join_config.enable:  # not known yet, or sent as needed
+            return {}
+        missing: list[Json] = self._gradients.missing_parts()
+        return {"parameters without a gradient": missing} if missing else {}
+
     def _describe_parameters(self, start: int = 0) -> dict[str, Json]:
         return describe_parameters(
             self.param_groups,
             self._parameters,
             self._plan.specs[start:],
-            resident=self.parameters_as_bucket_view,
+            resident=self.parameters_as_bucket_view or self._is_flat,
         )
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether some parameters are to be stepped as flat slices, if they can be."""
+        return self._flat_step or "elements" in self._partitions
 
     def _find_replaced(self) -> RuntimeError | None:
         if not same_members(self.param_groups, self._members):
@@ -1033,12 +1051,13 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             return replaced
         return RuntimeError(
             f"the storage of parameter {self._name_of(self._parameters[strayed])} was replaced after "
-            "parameters_as_bucket_view=True had moved it into a bucket, so that updates would not "
-            f"reach it; {CURE}"
+            "parameters_as_bucket_view=True, partition='elements' or flat_step=True had moved it into "
+            f"a bucket, so that updates would not reach it; {CURE}"
         )
 
     def _name_of(self, parameter: torch.Tensor) -> str:
-        return name_of(parameter, self.param_groups)
+        index = self._slices.first_in(parameter)
+        return name_of(parameter if index is None else self._parameters[index], self.param_groups)
 
     def _move_into_buckets(self, call: str, layouts: Sequence[BucketLayout]) -> None:
         error = None
