@@ -22,9 +22,10 @@ from tests.reference.training import require_equal, values_of
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 README = PAGE.parents[1] / "README.md"
 
-TORCH, PLAIN, WITHOUT_DDP, FAIRSCALE, LOADING = (
+TORCH, PLAIN, OVERLAPPED, WITHOUT_DDP, FAIRSCALE, LOADING = (
     "From torch's class",
     "From the plain optimizer",
+    "Overlapped with DDP",
     "Without DDP",
     "From fairscale's `OSS`",
     "Loading a checkpoint",
@@ -67,6 +68,7 @@ CONSTRUCTION, SAVING, LOAD = "optimizer = ", "torch.save(state", 'torch.load("ch
 def test_the_tests_below_run_every_block() -> None:
     run = {block(s, what) for s in (TORCH, PLAIN, FAIRSCALE) for what in (CONSTRUCTION, SAVING)}
     run |= {block(TORCH, "Join"), block(FAIRSCALE, "clip_grad_norm_")}
+    run |= {block(OVERLAPPED, CONSTRUCTION)}
     run |= {block(WITHOUT_DDP, CONSTRUCTION), block(WITHOUT_DDP, "full_grad")}
     run |= {block(LOADING, LOAD), block(LOADING, "detach_copy")}
     assert set(blocks()) == run
@@ -205,6 +207,18 @@ def _clipping() -> None:
 
 def test_clipping() -> None:
     run_ranks(2, _clipping)
+
+
+def _overlapped() -> None:
+    usual = Script(block(OVERLAPPED, CONSTRUCTION).before())
+    overlapped = Script(block(OVERLAPPED, CONSTRUCTION).after())
+    usual.train(0)
+    overlapped.train(0)
+    require_equal(usual.values(), overlapped.values())
+
+
+def test_overlapped_with_ddp() -> None:
+    run_ranks(2, _overlapped)
 
 
 def _without_ddp() -> None:

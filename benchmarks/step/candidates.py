@@ -75,8 +75,8 @@ class Trainer:
         )
 
 
-class OverlappedTorchZero(Trainer):
-    """torch's ZeRO under its communication hook: backward has already stepped."""
+class SteppedInBackward(Trainer):
+    """A sharded optimizer under a communication hook of DDP: backward has already stepped."""
 
     def step_(self) -> None:
         """Frees the gradients."""
@@ -154,7 +154,7 @@ def _torch_zero_overlapped(module: nn.Module) -> Trainer:
     with mock.patch.object(dist, "get_backend", return_value="nccl"):
         hook = hook_with_zero_step(allreduce_hook, ddp, zero)
     ddp.register_comm_hook(None, hook)
-    return OverlappedTorchZero(ddp, zero, _LateLocalOptimizer(zero))
+    return SteppedInBackward(ddp, zero, _LateLocalOptimizer(zero))
 
 
 class _LateLocalOptimizer:
@@ -186,6 +186,20 @@ def _tensorplay_zero(*, bucket_view: bool) -> Callable[[nn.Module], Trainer]:
         return Trainer(DistributedDataParallel(module), zero, zero.optim)
 
     return build
+
+
+def _tensorplay_zero_overlapped(module: nn.Module) -> Trainer:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    from tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
+        hook_with_zero_step,
+    )
+    from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(module)
+    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, overlap_with_ddp=True, **FUSED)
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
+    return SteppedInBackward(ddp, zero, zero.optim)
 
 
 class ShardedGradients(Trainer):
@@ -312,6 +326,14 @@ CANDIDATES = {
             clips=False,
             is_exact=False,
             inert_steps=2,
+        ),
+        Candidate(
+            "zero-overlap",
+            "tensorplay ZeRO, overlapped with DDP, no clipping",
+            "tensorplay",
+            _tensorplay_zero_overlapped,
+            reference=UNCLIPPED_REFERENCE,
+            clips=False,
         ),
     )
 }

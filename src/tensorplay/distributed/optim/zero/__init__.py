@@ -2,9 +2,20 @@
 
 Read ``optimizer.py`` first (what the user holds), then ``sharding_plan.py`` (who owns what),
 ``gather_parameters.py`` (shards -> every rank) and ``checkpoint.py`` (shards -> the full state).
+``overlap.py`` makes the update in pieces while backward goes on, ``ddp_hooks.py`` under DDP.
 """
 
+from tensorplay.distributed.optim.zero.ddp_hooks import (
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
 from tensorplay.distributed.optim.zero.optimizer import ZeroRedundancyOptimizer
 from tensorplay.distributed.optim.zero.sharding_report import RankShare, ShardingReport
 
-__all__ = ["ZeroRedundancyOptimizer", "ShardingReport", "RankShare"]
+__all__ = [
+    "ZeroRedundancyOptimizer",
+    "ShardingReport",
+    "RankShare",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
+]

@@ -52,6 +52,9 @@ class Gradients(Protocol):
     def find_unfinished(self) -> Exception | None:
         """An error if backward didn't get as far as it should have."""
 
+    def find_unclippable(self) -> Exception | None:
+        """Why gradients from here can't be clipped by the optimizer, if they can't."""
+
     def has_unreduced(self) -> bool:
         """Whether there are gradients on this rank that :meth:`reduce` should average first."""
 
@@ -115,6 +118,10 @@ class AveragedElsewhere:
 
     def find_unfinished(self) -> Exception | None:
         """Nothing that this could know."""
+        return None
+
+    def find_unclippable(self) -> Exception | None:
+        """They can."""
         return None
 
     def has_unreduced(self) -> bool:
@@ -249,6 +256,10 @@ class ReducedToOwners(GradientReducer):
         self.backward_pass.num_begun = num_begun
         self._schedule.begin(syncs=True)
         self._schedule.end()
+
+    def find_unclippable(self) -> Exception | None:
+        """They can."""
+        return None
 
     def others(self) -> list[torch.Tensor]:
         """None: they are partial."""

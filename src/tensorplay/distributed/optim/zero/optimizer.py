@@ -66,6 +66,12 @@ from tensorplay.distributed.optim.zero.gradients import (
     ReducedToOwners,
 )
 from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
+from tensorplay.distributed.optim.zero.overlap import (
+    EndWhenJoined,
+    OptimizerSide,
+    OverlappedStep,
+    SteppedInBackward,
+)
 from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
 
@@ -82,6 +88,9 @@ _CLIPPING = (
         "torch.nn.utils.clip_grad_norm_ before step()"
     ),
 )
+
+
+_ABSENT = object()
 
 
 class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
@@ -116,7 +125,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             optimizer after the model is on its device and in its dtype. If false, parameters keep
             their storage: large ones are sent from there, small ones pass through two staging
             buffers of at most 25 MB.
-        overlap_with_ddp: not available yet; true raises ``NotImplementedError``.
+        overlap_with_ddp: if true, parameters are updated inside ``backward()``, bucket by bucket,
+            by a communication hook of ``DistributedDataParallel``: see
+            ``tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook``. :meth:`step` may be
+            called as usual and does nothing; what needs all gradients before the update (clipping by
+            their norm, ``GradScaler``, closures) raises. Not available yet together with
+            ``shard_gradients=True``.
         shard_gradients: if true, use no ``DistributedDataParallel``: the optimizer averages the
             gradients itself. When the outermost ``backward()`` returns, each rank has those of the
             parameters that it owns, and the others are freed: there ``.grad`` is a placeholder,
@@ -170,10 +184,10 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         overlap_with_backward: bool | None = None,
         **defaults: Any,
     ) -> None:
-        if overlap_with_ddp:
+        if overlap_with_ddp and shard_gradients:
             raise NotImplementedError(
-                "overlap_with_ddp=True is not available yet; leave it False: the step then runs "
-                "after backward, with the same result"
+                "overlap_with_ddp=True is not available yet with shard_gradients=True; leave it "
+                "False: the step then runs after backward, with the same result"
             )
         Joinable.__init__(self)
         self._has_joined = False
@@ -183,17 +197,21 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self.process_group = self._communicator.process_group
         self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
         self._consolidated: dict[str, Any] | None = None
-        self._gradients: Gradients = (
-            ReducedToOwners(
+        self.overlapped_step = self._make_overlapped_step() if overlap_with_ddp else None
+        self._gradients: Gradients
+        if shard_gradients:
+            self._gradients = ReducedToOwners(
                 self._communicator,
                 self._agreement,
                 module,
                 WeakMethod(self._announce_backward),
                 during_backward=overlap_with_backward,
             )
-            if shard_gradients
-            else AveragedElsewhere(self._communicator.members.group_rank, module)
-        )
+        elif self.overlapped_step is not None:
+            group_rank = self._communicator.members.group_rank
+            self._gradients = SteppedInBackward(group_rank, module, self.overlapped_step)
+        else:
+            self._gradients = AveragedElsewhere(self._communicator.members.group_rank, module)
         error = None
         try:
             self._plan_and_build(params, optimizer_class, defaults)
@@ -329,6 +347,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 storage, dtype, shape or device was replaced, or the parameters in ``param_groups``
                 were; on every rank, before anything changes.
         """
+        if self.overlapped_step is not None:
+            scales = vars(self).pop("grad_scale", _ABSENT) is not _ABSENT  # GradScaler sets it
+            return self.overlapped_step.step_called(closure, kwargs, scales=scales)
         if self._join_config.enable:
             self._take_part_in_join(closure)
         with record_function(f"{type(self).__name__}.agree"):
@@ -396,7 +417,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._settle_gradients(
             "clip_grad_norm_",
             {"max_norm": repr(max_norm), "norm_type": repr(norm_type)},
-            find_unclippable(self._parameters, norm_type),
+            self._gradients.find_unclippable() or find_unclippable(self._parameters, norm_type),
         )
         doubles = any(p.dtype.to_real() is torch.float64 for p in self._parameters)
         dtype = torch.float64 if doubles else torch.float32
@@ -482,17 +503,20 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 "a closure can't be used inside Join: a rank that has joined could not follow its "
                 "forward and backward passes. Run them before step()"
             )
-        JoinRound(
+        self._join_round().run(
+            self.param_groups,
+            joined=self._has_joined,
+            error=error,
+            gradients=not self._gradients.can_follow,
+        )
+
+    def _join_round(self) -> JoinRound:
+        return JoinRound(
             self._communicator,
             self._agreement,
             self._parameters,
             self._plan.partition.owners,
             self._device_of_type(),
-        ).run(
-            self.param_groups,
-            joined=self._has_joined,
-            error=error,
-            gradients=not self._gradients.can_follow,
         )
 
     def _step_when_joined(self) -> None:
@@ -515,6 +539,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             self._is_following = False
             self._gradients.divides_by_world_size = kwargs.get("divide_by_initial_world_size", True)
             return FollowWhenJoined(self._follow)
+        if self.overlapped_step is not None:
+            return EndWhenJoined(self.overlapped_step)
         return StepWhenJoined(self._step_when_joined)
 
     @property
@@ -550,12 +576,52 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             loss, error = None, problem
         misfit = storages.restore_()
         if misfit is not None and error is None:
-            error = RuntimeError(
-                f"the step of {type(self.optim).__name__} gave parameter {self._name_of(misfit)} "
-                "another shape, dtype or device; it must keep them, so that every rank can receive "
-                "the new values"
-            )
+            error = self._describe_misfit(misfit)
         return loss, error
+
+    def _describe_misfit(self, misfit: torch.Tensor) -> Exception:
+        return RuntimeError(
+            f"the step of {type(self.optim).__name__} gave parameter {self._name_of(misfit)} "
+            "another shape, dtype or device; it must keep them, so that every rank can receive "
+            "the new values"
+        )
+
+    # The step inside backward
+
+    def _make_overlapped_step(self) -> OverlappedStep:
+        self._step_supports_amp_scaling = True  # so that GradScaler shows itself in step()
+        return OverlappedStep(
+            self._communicator,
+            self._agreement,
+            OptimizerSide(
+                lambda: self.optim,
+                self._settle_overlapped,
+                lambda: copy_options_(self.optim.param_groups, self.param_groups),
+                self._describe_misfit,
+            ),
+        )
+
+    def _settle_overlapped(self, problem: Exception | None, joined: bool) -> None:
+        if self.is_in_join:
+            self._join_round().run(self.param_groups, joined=joined, gradients=False)
+        problem = problem or self._find_replaced()
+        if problem is None:
+            copy_options_(self.param_groups, self.optim.param_groups)
+        self._agreement.settle("backward (step)", describe_options(self.param_groups), problem)
+
+    def settle_call(self, call: str, description: Json, error: Exception | None) -> None:
+        """Settles a call of a function that takes this optimizer. Every rank must call it.
+
+        Raises:
+            RuntimeError: if the ranks' descriptions differ.
+            Exception: ``error``; the other ranks raise one that names this rank.
+        """
+        self._agreement.settle(call, description, error)
+
+    @property
+    def is_in_join(self) -> bool:
+        """Whether this optimizer takes part in a ``Join`` at the moment."""
+        return bool(self._join_config.enable)
 
     @torch.no_grad()
     def _gather_parameters(self, error: Exception | None) -> None:

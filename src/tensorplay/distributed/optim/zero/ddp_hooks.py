@@ -1,0 +1,278 @@
+"""Communication hooks of ``DistributedDataParallel`` that update the parameters inside backward.
+
+Note [Averaged gradients and ``.grad``]
+    A parameter is stepped with its part of what the reduction returned; ``.grad`` is put back, and
+    DDP writes the averages there when backward ends, as always.
+
+Note [Ends of a backward pass]
+    The hook of the last bucket queues a callback, which is called before the one with which DDP
+    concludes, since that one is queued later: it completes the last buckets. It queues another,
+    which is called after DDP's: what raises there leaves DDP ready for the next iteration.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from tensorplay.distributed.optim._core.collectives import CommunicationError, start_all_reduce_
+from tensorplay.distributed.optim.zero.optimizer import ZeroRedundancyOptimizer
+from tensorplay.distributed.optim.zero.overlap import OverlappedStep
+
+Future = torch.futures.Future[torch.Tensor]
+Hook = Callable[[Any, GradBucket], Future]
+
+_queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001 - torch has no public name for it
+)
+
+
+def hook_with_zero_step(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+) -> Hook:
+    """Makes of ``hook`` one that also updates the parameters, when all reductions are under way.
+
+    Backward isn't interrupted. When the last bucket's reduction has been launched, the buckets are
+    completed one after another: as soon as a bucket's gradients are reduced, each rank steps its own
+    parameters of it, and their gather is launched, while later buckets are still being reduced. When
+    ``backward()`` returns, every rank has the new parameters.
+
+    Follows torch's function of the same name, with these differences: parameters are updated from
+    the first iteration on, on any backend, by any optimizer class with any param groups, with the
+    learning rates of the moment, and checkpoints can be made and loaded at any time. ``step()`` may
+    be called in the loop; it does nothing.
+
+    Every rank must call it, before the first backward.
+
+    Args:
+        hook: reduces a bucket, for instance ``default_hooks.allreduce_hook``.
+        ddp: the model, on the process group of ``zero``.
+        zero: its optimizer, built with ``overlap_with_ddp=True``.
+        shard_buckets: has no effect: the update of a bucket is always divided among the owners of
+            its parameters, of which there may be any number, and these don't depend on DDP's buckets.
+
+    Returns:
+        A hook for ``ddp.register_comm_hook``, with the state that ``hook`` wants.
+
+    Raises:
+        ValueError: if ``zero`` wasn't built with ``overlap_with_ddp=True``, is on another process
+            group, or has trainable parameters that ``ddp`` doesn't reduce.
+        TypeError: if an argument isn't what it should be.
+        RuntimeError: if the ranks' arguments differ.
+
+    Example:
+        >>> zero = ZeroRedundancyOptimizer(
+        ...     ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=1e-3
+        ... )
+        >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
+        >>> loss_fn(ddp(inputs), targets).backward()
+    """
+    return _with_step(hook, ddp, zero, shard_buckets, "hook_with_zero_step", lag=None)
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+) -> Hook:
+    """Like :func:`hook_with_zero_step`, but the update is made while backward goes on.
+
+    When the reduction of a bucket has been launched, the bucket before it is completed at once:
+    backward waits for its gradients, this rank steps its own parameters, and their gather is
+    launched. Of two gradient buckets one is being reduced while the other is stepped, and gathers
+    are under way during backward.
+
+    Args, returns and raises: as :func:`hook_with_zero_step`.
+    """
+    return _with_step(hook, ddp, zero, shard_buckets, "hook_with_zero_step_interleaved", lag=1)
+
+
+def _with_step(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool,
+    name: str,
+    *,
+    lag: int | None,
+) -> Hook:
+    step = _require_overlapping(hook, ddp, zero, name)
+    error = None
+    if ddp.process_group is not zero.process_group:
+        error = ValueError(
+            f"{name} needs model and optimizer on one process group, but DistributedDataParallel "
+            f"averages on {_describe_group(ddp.process_group)} and the optimizer shards across "
+            f"{_describe_group(zero.process_group)}; pass the same process_group to both"
+        )
+    zero.settle_call(name, {"shard_buckets": bool(shard_buckets)}, error)
+    error = None
+    try:
+        step.attach(reduced_by(ddp))
+    except ValueError as problem:
+        error = problem
+    zero.settle_call(f"{name} (parameters)", None, error)
+    schedule = _Schedule(hook, ddp, zero, step, lag)
+
+    def hook_with_step(state: Any, bucket: GradBucket) -> Future:
+        return schedule.reduce(state, bucket)
+
+    return hook_with_step
+
+
+def _require_overlapping(hook: Any, ddp: Any, zero: Any, name: str) -> OverlappedStep:
+    if not callable(hook):
+        raise TypeError(
+            f"{name} needs a communication hook such as default_hooks.allreduce_hook, got {hook!r}"
+        )
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"{name} needs a DistributedDataParallel module, got {type(ddp).__name__}")
+    if not isinstance(zero, ZeroRedundancyOptimizer):
+        raise TypeError(
+            f"{name} needs a tensorplay.distributed.optim.ZeroRedundancyOptimizer, got "
+            f"{type(zero).__module__}.{type(zero).__name__}"
+        )
+    if zero.overlapped_step is None:
+        raise ValueError(
+            f"{name} needs an optimizer that was built with overlap_with_ddp=True; this one has "
+            "overlap_with_ddp=False and updates parameters in step()"
+        )
+    return zero.overlapped_step
+
+
+def reduced_by(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    """The parameters whose gradients pass through the communication hook of ``ddp``."""
+    return [
+        parameter
+        for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
+        if name not in ddp.parameters_to_ignore
+    ]
+
+
+class _Schedule:
+    """Reduces with the user's hook, and completes buckets when it's time.
+
+    Args:
+        hook: the user's.
+        ddp: whose buckets come.
+        zero: whose ``step`` it is.
+        step: what completes buckets.
+        lag: how many buckets may be incomplete when a hook returns; ``None`` for all of them.
+    """
+
+    def __init__(
+        self,
+        hook: Hook,
+        ddp: DistributedDataParallel,
+        zero: ZeroRedundancyOptimizer,
+        step: OverlappedStep,
+        lag: int | None,
+    ) -> None:
+        self._hook = hook
+        self._ddp = weakref.ref(ddp)  # which will hold this
+        self._zero = zero
+        self._step = step
+        self._lag = lag
+        self._process_group = ddp.process_group
+        # DDP leaves alone what no rank has used, and tells its hook nothing of that.
+        self._finds_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
+
+    def reduce(self, state: Any, bucket: GradBucket) -> Future:
+        """What DDP calls."""
+        joined = torch._C._current_graph_task_id() == -1  # noqa: SLF001 - torch has no public name for it
+        if bucket.index() == 0:
+            ddp = self._ddp()
+            in_join = ddp is not None and ddp._join_config.enable  # noqa: SLF001 - torch has no public name for it
+            if in_join and not self._zero.is_in_join:
+                raise RuntimeError(
+                    "inside Join a model whose communication hook updates parameters needs its "
+                    "optimizer there too: Join([model, optimizer])"
+                )
+            self._step.begin(joined=joined)
+        uses: torch.Tensor | None = None
+        using: Future | None = None
+        parameters = bucket.parameters()
+        if self._finds_unused:
+            # As DDP without a hook leaves it: what no rank has a gradient of isn't stepped.
+            uses = torch.tensor(
+                [p.grad is not None and not joined for p in parameters], dtype=torch.int32
+            ).to(bucket.buffer().device)
+        reduction = self._hook(state, bucket)
+        if uses is not None:
+            using = start_all_reduce_(uses, self._process_group)
+        self._step.add(_DDPBucket(bucket, reduction, uses, using))
+        if bucket.is_last() and not joined:
+            _queue_callback(self._conclude)  # Note [Ends of a backward pass]
+        if self._lag is not None:
+            self._step.complete(but=self._lag)
+        return reduction
+
+    def _conclude(self) -> None:
+        self._step.complete()
+        _queue_callback(self._step.end)
+
+
+class _DDPBucket:
+    """A bucket of DDP under reduction."""
+
+    def __init__(
+        self,
+        bucket: GradBucket,
+        reduction: Future,
+        uses: torch.Tensor | None,
+        using: Future | None,
+    ) -> None:
+        self.parameters: Sequence[torch.Tensor] = bucket.parameters()
+        self._number = bucket.index()
+        self._local = bucket.buffer()
+        self._gradients = bucket.gradients()
+        self._reduction = reduction
+        self._uses = uses
+        self._using = using
+
+    def wait(self) -> Sequence[torch.Tensor | None]:
+        """See :class:`ReducedBucket`."""
+        try:
+            result: Any = self._reduction.wait()
+            if self._using is not None:
+                self._using.wait()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"reducing gradients failed in bucket {self._number} of DistributedDataParallel, "
+                f"which holds {len(self.parameters)} parameters: {error}"
+            ) from error
+        if isinstance(result, (list, tuple)):  # as DDP takes it
+            (result,) = result
+        gradients = self._parts_of(result)
+        if self._uses is None:
+            return gradients
+        return [
+            gradient if used else None
+            for gradient, used in zip(gradients, self._uses.tolist(), strict=True)
+        ]
+
+    def _parts_of(self, result: torch.Tensor) -> list[torch.Tensor]:
+        if result.layout is not torch.strided:
+            return [result]  # DDP has a bucket for each sparse gradient
+        if result.data_ptr() == self._local.data_ptr():
+            return self._gradients
+        flat, start = result.view(-1), self._local.storage_offset()
+        return [
+            flat.as_strided(
+                part.shape,
+                part.stride(),
+                flat.storage_offset() + part.storage_offset() - start,
+            )
+            for part in self._gradients
+        ]
+
+
+def _describe_group(group: dist.ProcessGroup) -> str:
+    return f"the group of global ranks {dist.get_process_group_ranks(group)}"
