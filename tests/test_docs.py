@@ -22,10 +22,11 @@ from tests.reference.training import require_equal, values_of
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 README = PAGE.parents[1] / "README.md"
 
-TORCH, PLAIN, OVERLAPPED, WITHOUT_DDP, FAIRSCALE, LOADING = (
+TORCH, PLAIN, OVERLAPPED, TO_OWNERS, WITHOUT_DDP, FAIRSCALE, LOADING = (
     "From torch's class",
     "From the plain optimizer",
     "Overlapped with DDP",
+    "Under DDP, reduced to owners",
     "Without DDP",
     "From fairscale's `OSS`",
     "Loading a checkpoint",
@@ -68,7 +69,8 @@ CONSTRUCTION, SAVING, LOAD = "optimizer = ", "torch.save(state", 'torch.load("ch
 def test_the_tests_below_run_every_block() -> None:
     run = {block(s, what) for s in (TORCH, PLAIN, FAIRSCALE) for what in (CONSTRUCTION, SAVING)}
     run |= {block(TORCH, "Join"), block(FAIRSCALE, "clip_grad_norm_")}
-    run |= {block(OVERLAPPED, CONSTRUCTION)}
+    run |= {block(OVERLAPPED, CONSTRUCTION), block(TO_OWNERS, CONSTRUCTION)}
+    run |= {block(TO_OWNERS, "clip_grad_norm_")}
     run |= {block(WITHOUT_DDP, CONSTRUCTION), block(WITHOUT_DDP, "full_grad")}
     run |= {block(LOADING, LOAD), block(LOADING, "detach_copy")}
     assert set(blocks()) == run
@@ -219,6 +221,24 @@ def _overlapped() -> None:
 
 def test_overlapped_with_ddp() -> None:
     run_ranks(2, _overlapped)
+
+
+def _to_owners() -> None:
+    usual = Script(block(TO_OWNERS, CONSTRUCTION).before())
+    hooked = Script(block(TO_OWNERS, CONSTRUCTION).after())
+    usual.train(0)
+    hooked.train(0)
+    require_equal(usual.values(), hooked.values())
+    clipping = block(TO_OWNERS, "clip_grad_norm_")
+    usual.run(clipping.before())
+    hooked.run(clipping.after())
+    usual.train(2)
+    hooked.train(2)
+    require_equal(usual.values(), hooked.values())
+
+
+def test_reduced_to_owners() -> None:
+    run_ranks(2, _to_owners)
 
 
 def _without_ddp() -> None:

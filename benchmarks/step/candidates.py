@@ -188,6 +188,20 @@ def _tensorplay_zero(*, bucket_view: bool) -> Callable[[nn.Module], Trainer]:
     return build
 
 
+def _tensorplay_zero_hook(module: nn.Module) -> Trainer:
+    from tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
+        reduce_to_owners_hook,
+    )
+    from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(), AdamW, parameters_as_bucket_view=True, **FUSED
+    )
+    ddp = DistributedDataParallel(module)
+    ddp.register_comm_hook(None, reduce_to_owners_hook(ddp, zero))
+    return ShardedGradients(ddp, zero, zero.optim)
+
+
 def _tensorplay_zero_overlapped(module: nn.Module) -> Trainer:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -298,6 +312,14 @@ CANDIDATES = {
             "tensorplay ZeRO, bucket view",
             "tensorplay",
             _tensorplay_zero(bucket_view=True),
+        ),
+        Candidate(
+            "zero-hook",
+            "tensorplay ZeRO, DDP reducing to owners",
+            "tensorplay",
+            _tensorplay_zero_hook,
+            is_exact=False,
+            tolerance=NORM_TOLERANCE,
         ),
         Candidate(
             "zero-shard",

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 2
-CANDIDATES = ("ddp", "torch-zero-overlap", "zero", "zero-overlap", "zero-view")
+CANDIDATES = ("ddp", "torch-zero-overlap", "zero", "zero-hook", "zero-overlap", "zero-view")
 SHOWN = {*CANDIDATES, "ddp-unclipped"}  # with the reference of the overlap
 
 

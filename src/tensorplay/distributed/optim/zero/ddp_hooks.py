@@ -1,4 +1,6 @@
-"""Communication hooks of ``DistributedDataParallel`` that update the parameters inside backward.
+"""Communication hooks of ``DistributedDataParallel`` for a sharded optimizer.
+
+Two update the parameters inside backward; one reduces gradients to their owners only.
 
 Note [Averaged gradients and ``.grad``]
     A parameter is stepped with its part of what the reduction returned; ``.grad`` is put back, and
@@ -19,16 +21,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from tensorplay.distributed.optim._core.backward_pass import call_at_end
 from tensorplay.distributed.optim._core.collectives import CommunicationError, start_all_reduce_
+from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim.zero.optimizer import ZeroRedundancyOptimizer
 from tensorplay.distributed.optim.zero.overlap import OverlappedStep
 
 Future = torch.futures.Future[torch.Tensor]
 Hook = Callable[[Any, GradBucket], Future]
-
-_queue_callback: Callable[[Callable[[], None]], None] = (
-    torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001 - torch has no public name for it
-)
 
 
 def hook_with_zero_step(
@@ -104,15 +104,18 @@ def _with_step(
     *,
     lag: int | None,
 ) -> Hook:
-    step = _require_overlapping(hook, ddp, zero, name)
-    error = None
-    if ddp.process_group is not zero.process_group:
-        error = ValueError(
-            f"{name} needs model and optimizer on one process group, but DistributedDataParallel "
-            f"averages on {_describe_group(ddp.process_group)} and the optimizer shards across "
-            f"{_describe_group(zero.process_group)}; pass the same process_group to both"
+    if not callable(hook):
+        raise TypeError(
+            f"{name} needs a communication hook such as default_hooks.allreduce_hook, got {hook!r}"
         )
-    zero.settle_call(name, {"shard_buckets": bool(shard_buckets)}, error)
+    _require_pair(ddp, zero, name)
+    step = zero.overlapped_step
+    if step is None:
+        raise ValueError(
+            f"{name} needs an optimizer that was built with overlap_with_ddp=True; this one has "
+            "overlap_with_ddp=False and updates parameters in step()"
+        )
+    _settle_group(ddp, zero, name, {"shard_buckets": bool(shard_buckets)})
     error = None
     try:
         step.attach(reduced_by(ddp))
@@ -127,11 +130,66 @@ def _with_step(
     return hook_with_step
 
 
-def _require_overlapping(hook: Any, ddp: Any, zero: Any, name: str) -> OverlappedStep:
-    if not callable(hook):
-        raise TypeError(
-            f"{name} needs a communication hook such as default_hooks.allreduce_hook, got {hook!r}"
+def reduce_to_owners_hook(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Hook:
+    """A hook that averages each gradient to the rank that owns the parameter, instead of to all.
+
+    Together with the gather in ``step()`` an iteration sends what plain data parallelism sends, a
+    third less than DDP with sharded state. Use it to keep ``DistributedDataParallel`` where
+    ``shard_gradients=True``, which does without, isn't wanted. The training loop stays as it is, but
+    when ``backward()`` returns, ``.grad`` of a parameter that another rank owns is a placeholder,
+    which raises if it's taken for a gradient: clip with ``zero.clip_grad_norm_()``, look with
+    ``zero.full_grad()``. An unmodified ``GradScaler`` works.
+
+    Sums are made in rank order; where the number of ranks is no power of two, they differ from DDP's
+    in the last bits. Buckets with sparse gradients, and those with a parameter that isn't in the
+    optimizer, are averaged to all ranks as always.
+
+    Every rank must call it, before the first backward.
+
+    Args:
+        ddp: the model, on the process group of ``zero``.
+        zero: its optimizer, built without ``overlap_with_ddp`` and ``shard_gradients``.
+
+    Returns:
+        A hook for ``ddp.register_comm_hook``; its state isn't used.
+
+    Raises:
+        ValueError: if ``zero`` was built with one of these, or is on another process group.
+        TypeError: if an argument isn't what it should be, or a parameter is a ``DTensor``.
+        RuntimeError: if the ranks' arguments differ.
+
+    Example:
+        >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)
+        >>> ddp.register_comm_hook(None, reduce_to_owners_hook(ddp, zero))
+        >>> loss_fn(ddp(inputs), targets).backward()
+        >>> zero.clip_grad_norm_(1.0)
+        >>> zero.step()
+    """
+    name = "reduce_to_owners_hook"
+    _require_pair(ddp, zero, name)
+    _settle_group(ddp, zero, name, None)
+    gradients = zero.take_gradients_from_hooks()
+    if ddp.gradient_as_bucket_view and (ddp.static_graph or not ddp.find_unused_parameters):
+        gradients.reduce_whole(2 if ddp.static_graph else 1)  # then DDP has formed its buckets anew
+    reference = weakref.ref(ddp)  # which will hold the hook
+
+    def reduce_to_owners(state: Any, bucket: GradBucket) -> Future:  # noqa: ARG001 - DDP passes it
+        in_join = _is_in_join(reference())
+        if bucket.index() == 0 and in_join:
+            _require_both_in_join(zero)
+            if not getattr(reference(), "_divide_by_initial_world_size", True):
+                raise ValueError(
+                    "inside Join reduce_to_owners_hook divides by the number of all ranks; leave "
+                    "divide_by_initial_world_size=True"
+                )
+        return gradients.reduce_bucket(
+            bucket, joined=not _in_backward(), shares_uses=in_join and _finds_unused(reference())
         )
+
+    return reduce_to_owners
+
+
+def _require_pair(ddp: Any, zero: Any, name: str) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"{name} needs a DistributedDataParallel module, got {type(ddp).__name__}")
     if not isinstance(zero, ZeroRedundancyOptimizer):
@@ -139,12 +197,41 @@ def _require_overlapping(hook: Any, ddp: Any, zero: Any, name: str) -> Overlappe
             f"{name} needs a tensorplay.distributed.optim.ZeroRedundancyOptimizer, got "
             f"{type(zero).__module__}.{type(zero).__name__}"
         )
-    if zero.overlapped_step is None:
-        raise ValueError(
-            f"{name} needs an optimizer that was built with overlap_with_ddp=True; this one has "
-            "overlap_with_ddp=False and updates parameters in step()"
+
+
+def _settle_group(
+    ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, name: str, description: Json
+) -> None:
+    error = None
+    if ddp.process_group is not zero.process_group:
+        error = ValueError(
+            f"{name} needs model and optimizer on one process group, but DistributedDataParallel "
+            f"averages on {_describe_group(ddp.process_group)} and the optimizer shards across "
+            f"{_describe_group(zero.process_group)}; pass the same process_group to both"
         )
-    return zero.overlapped_step
+    zero.settle_call(name, description, error)
+
+
+def _in_backward() -> bool:
+    """False where DDP calls a hook on a rank that has joined, to follow the others."""
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - torch has no public name for it
+
+
+def _is_in_join(ddp: DistributedDataParallel | None) -> bool:
+    return ddp is not None and bool(ddp._join_config.enable)  # noqa: SLF001 - torch has no public name for it
+
+
+def _finds_unused(ddp: DistributedDataParallel | None) -> bool:
+    """DDP leaves alone what no rank has used, and tells its hook nothing of that."""
+    return ddp is not None and bool(ddp.find_unused_parameters or ddp.static_graph)
+
+
+def _require_both_in_join(zero: ZeroRedundancyOptimizer) -> None:
+    if not zero.is_in_join:
+        raise RuntimeError(
+            "inside Join a model whose communication hook reduces to the optimizer, or steps it, "
+            "needs its optimizer there too: Join([model, optimizer])"
+        )
 
 
 def reduced_by(ddp: DistributedDataParallel) -> list[torch.Tensor]:
@@ -181,20 +268,14 @@ class _Schedule:
         self._step = step
         self._lag = lag
         self._process_group = ddp.process_group
-        # DDP leaves alone what no rank has used, and tells its hook nothing of that.
-        self._finds_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
+        self._finds_unused = _finds_unused(ddp)
 
     def reduce(self, state: Any, bucket: GradBucket) -> Future:
         """What DDP calls."""
-        joined = torch._C._current_graph_task_id() == -1  # noqa: SLF001 - torch has no public name for it
+        joined = not _in_backward()
         if bucket.index() == 0:
-            ddp = self._ddp()
-            in_join = ddp is not None and ddp._join_config.enable  # noqa: SLF001 - torch has no public name for it
-            if in_join and not self._zero.is_in_join:
-                raise RuntimeError(
-                    "inside Join a model whose communication hook updates parameters needs its "
-                    "optimizer there too: Join([model, optimizer])"
-                )
+            if _is_in_join(self._ddp()):
+                _require_both_in_join(self._zero)
             self._step.begin(joined=joined)
         uses: torch.Tensor | None = None
         using: Future | None = None
@@ -209,14 +290,14 @@ class _Schedule:
             using = start_all_reduce_(uses, self._process_group)
         self._step.add(_DDPBucket(bucket, reduction, uses, using))
         if bucket.is_last() and not joined:
-            _queue_callback(self._conclude)  # Note [Ends of a backward pass]
+            call_at_end(self._conclude)  # Note [Ends of a backward pass]
         if self._lag is not None:
             self._step.complete(but=self._lag)
         return reduction
 
     def _conclude(self) -> None:
         self._step.complete()
-        _queue_callback(self._step.end)
+        call_at_end(self._step.end)
 
 
 class _DDPBucket:

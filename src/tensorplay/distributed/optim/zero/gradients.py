@@ -36,6 +36,8 @@ class Gradients(Protocol):
 
     can_follow: bool
     """Whether a rank without inputs takes part in reductions of the others."""
+    joined_ranks_need_gradients: bool
+    """Whether such a rank must get the averaged gradients of what it owns from another before a step."""
     divides_by_world_size: bool
     """Whether such a rank counts as having contributed zeros."""
 
@@ -92,6 +94,7 @@ class AveragedElsewhere:
     """
 
     can_follow = False
+    joined_ranks_need_gradients = True
     divides_by_world_size = True
     num_begun = 0
 
@@ -189,6 +192,7 @@ class ReducedToOwners(GradientReducer):
     """
 
     can_follow = True
+    joined_ranks_need_gradients = False
 
     def __init__(
         self,

@@ -59,6 +59,7 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
 )
 from tensorplay.distributed.optim.zero.checkpoint import consolidate
 from tensorplay.distributed.optim.zero.clipping import gradient_from
+from tensorplay.distributed.optim.zero.ddp_reduction import ReducedInHooks
 from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
 from tensorplay.distributed.optim.zero.gradients import (
     AveragedElsewhere,
@@ -507,7 +508,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             self.param_groups,
             joined=self._has_joined,
             error=error,
-            gradients=not self._gradients.can_follow,
+            gradients=self._gradients.joined_ranks_need_gradients,
         )
 
     def _join_round(self) -> JoinRound:
@@ -586,7 +587,29 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             "the new values"
         )
 
-    # The step inside backward
+    # Under hooks of DDP
+
+    def take_gradients_from_hooks(self) -> ReducedInHooks:
+        """From now on DDP's hook averages each gradient to the rank that owns the parameter.
+
+        For ``reduce_to_owners_hook``. Every rank must call it.
+
+        Raises:
+            ValueError: if the optimizer was built to get its gradients otherwise.
+            TypeError: if a parameter is a ``DTensor``.
+        """
+        error: Exception | None = None
+        if type(self._gradients) not in {AveragedElsewhere, ReducedInHooks}:
+            error = ValueError(
+                "reduce_to_owners_hook needs an optimizer that was built without shard_gradients and "
+                "overlap_with_ddp, which reduce gradients or use them in their own way"
+            )
+        elif any(map(is_dtensor, self._parameters)):
+            error = TypeError("reduce_to_owners_hook can't reduce the gradient of a DTensor")
+        self._agreement.settle("reduce_to_owners_hook (gradients)", None, error)
+        gradients = ReducedInHooks(self._communicator, self._parameters, self._plan)
+        self._gradients = gradients
+        return gradients
 
     def _make_overlapped_step(self) -> OverlappedStep:
         self._step_supports_amp_scaling = True  # so that GradScaler shows itself in step()

@@ -8,6 +8,7 @@ import torch
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, layout_buckets
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, describe_parameters
 from tensorplay.distributed.optim._core.partition import WholePartition, partition_whole
+from tensorplay.distributed.optim._core.ranks import GroupRank
 
 CAPACITY_BYTES = 25 * 1024 * 1024
 """Of a bucket at most: the same as DDP's, large enough to fill any link."""
@@ -35,6 +36,10 @@ class ShardingPlan:
     partition: WholePartition
     layouts: tuple[BucketLayout, ...]
     gradient_layouts: tuple[BucketLayout, ...]
+
+    def stretches_of(self, index: int) -> tuple[tuple[int, int, GroupRank], ...]:
+        """Who owns which elements ``(start, end, owner)`` of a parameter, ascending, in memory order."""
+        return ((0, self.specs[index].numel, self.partition.owners[index]),)
 
     @classmethod
     def of(
