@@ -203,6 +203,43 @@ def test_an_optimizer_of_a_part_of_the_model(run: Run) -> None:
     run(2, _part_of_the_model)
 
 
+class EitherOr(nn.Module):
+    """Rank 0 uses one layer, rank 1 the other, which is all that the optimizer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(6, 3, dtype=torch.float64)  # in another bucket than the other's
+        self.other = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            return self.other(inputs)
+        return self.one(inputs.double()).float()
+
+
+def _used_elsewhere() -> None:
+    for set_to_none in (True, False):
+        twins = Twins(
+            EitherOr,
+            params=lambda model: model.module.other.parameters(),  # type: ignore[union-attr] # mypy takes it for any attribute of a module
+            find_unused_parameters=True,
+        )
+        for step in range(4):
+            for model, optimizer in twins.both:
+                optimizer.zero_grad(set_to_none=set_to_none)
+                backward(model, step)
+            if set_to_none:
+                twins.require_gradients_equal(among="other")
+            for _, optimizer in twins.both:
+                optimizer.step()
+            twins.require_equal(f"iteration {step}: ")
+
+
+def test_parameters_that_a_rank_uses_none_of(run: Run) -> None:
+    run(2, _used_elsewhere)
+
+
 def _added_group() -> None:
     twins = Twins(params=lambda model: [{"params": list(_first_layer(model))}])
     for model, optimizer in twins.both:

@@ -88,6 +88,22 @@ def test_what_other_ranks_own_does_not_pass_for_a_gradient(run: Run) -> None:
     run(2, _taken_for_whole)
 
 
+def _two_hooks() -> None:
+    model = DistributedDataParallel(make_net())
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
+    model.register_comm_hook(None, reduce_to_owners_hook(model, zero))
+    backward(model, 0)
+    zero.step()
+    reduce_to_owners_hook(model, zero)
+    zero.zero_grad()
+    with pytest.raises(RuntimeError, match="another hook or optimizer has been made for these"):
+        backward(model, 1)
+
+
+def test_a_hook_that_was_made_anew_but_not_registered() -> None:
+    run_ranks(2, _two_hooks)
+
+
 def _raises_in_backward() -> None:
     twins = Twins()
     twins.train(2)

@@ -90,10 +90,13 @@ class Twins:
         ):
             _require_equal(plain, actual, f"{what}{name}: ")
 
-    def require_gradients_equal(self, what: str = "", *, at_first: bool = False) -> None:
+    def require_gradients_equal(
+        self, what: str = "", *, at_first: bool = False, among: str = ""
+    ) -> None:
         """Asserts that each gradient is whole on one rank, absent where it is for the plain twin.
 
-        DDP's first passes leave it whole on all, if ``at_first``.
+        DDP's first passes leave it whole on all, if ``at_first``. Only parameters whose name contains
+        ``among`` are looked at.
         """
         whole = []
         for (name, plain), actual in zip(
@@ -110,6 +113,8 @@ class Twins:
         for (name, plain), count in zip(
             self.plain_model.named_parameters(), counts.tolist(), strict=True
         ):
+            if among not in name:
+                continue
             wanted = dist.get_world_size(self.zero.process_group) if at_first else 1
             assert count == wanted * int(plain.grad is not None), f"{what}{name}: on {count} ranks"
 

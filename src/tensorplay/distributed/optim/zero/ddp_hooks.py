@@ -168,7 +168,7 @@ def reduce_to_owners_hook(ddp: DistributedDataParallel, zero: ZeroRedundancyOpti
     name = "reduce_to_owners_hook"
     _require_pair(ddp, zero, name)
     _settle_group(ddp, zero, name, None)
-    gradients = zero.take_gradients_from_hooks()
+    gradients = zero.take_gradients_from_hooks(list(ddp.parameters()))
     if ddp.gradient_as_bucket_view and (ddp.static_graph or not ddp.find_unused_parameters):
         gradients.reduce_whole(2 if ddp.static_graph else 1)  # then DDP has formed its buckets anew
     reference = weakref.ref(ddp)  # which will hold the hook

@@ -80,6 +80,7 @@ class ReducedInHooks(AveragedElsewhere):
         communicator: carries them.
         parameters: all parameters, by index.
         plan: their owners.
+        model: the parameters that DDP has, so that the beginning of any backward is noticed.
     """
 
     joined_ranks_need_gradients = False
@@ -89,6 +90,7 @@ class ReducedInHooks(AveragedElsewhere):
         communicator: GroupCommunicator,
         parameters: Sequence[torch.Tensor],
         plan: ShardingPlan,
+        model: Sequence[torch.Tensor],
     ) -> None:
         super().__init__(communicator.members.group_rank, None)
         self._communicator = communicator
@@ -105,6 +107,8 @@ class ReducedInHooks(AveragedElsewhere):
         self._mark = AveragedMark()
         self._adds_up = self._has_unreduced_passes = self._is_unfinished = False
         self._backward_pass = BackwardPass(self)
+        self._watched: dict[torch.Tensor, None] = {}
+        self._watch_backward(model)
         self.watch(parameters, plan, ())
 
     def watch(
@@ -116,9 +120,14 @@ class ReducedInHooks(AveragedElsewhere):
         """See :class:`Gradients`."""
         super().watch(parameters, plan, layouts)
         self._plan = plan
-        self._backward_pass.watch(parameters[len(self._index_of) :])
+        self._watch_backward(parameters)
         self._index_of = {parameter: index for index, parameter in enumerate(parameters)}
         self._rounds_of.clear()
+
+    def _watch_backward(self, parameters: Sequence[torch.Tensor]) -> None:
+        added = [p for p in dict.fromkeys(parameters) if p not in self._watched]
+        self._backward_pass.watch(added)
+        self._watched.update(dict.fromkeys(added))
 
     # What DDP's hook calls
 
@@ -136,6 +145,7 @@ class ReducedInHooks(AveragedElsewhere):
             shares_uses: whether ranks that have joined must hear which parameters are used.
         """
         if bucket.index() == 0:
+            self._require_not_replaced()
             self._discard()
         indices = [self._index_of.get(parameter) for parameter in bucket.parameters()]
         buffer = bucket.buffer()
@@ -162,6 +172,13 @@ class ReducedInHooks(AveragedElsewhere):
         else:
             self._finish(2 * CAPACITY_BYTES)
         return done
+
+    def _require_not_replaced(self) -> None:
+        if self._backward_pass.was_replaced:
+            raise RuntimeError(
+                "another hook or optimizer has been made for these parameters, and takes care of their "
+                "gradients now; register that hook, on a model that is wrapped anew"
+            )
 
     def _launch(
         self,
@@ -384,6 +401,11 @@ class ReducedInHooks(AveragedElsewhere):
 
     def find_unfinished(self) -> Exception | None:
         """See :class:`Gradients`."""
+        if self._backward_pass.was_replaced:
+            return RuntimeError(
+                "another optimizer has been built on these parameters and reduces their gradients "
+                "now; go on with that one"
+            )
         self._is_unfinished |= self._backward_pass.settle_aborted()
         if self._is_unfinished:
             return RuntimeError(

@@ -589,10 +589,13 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
     # Under hooks of DDP
 
-    def take_gradients_from_hooks(self) -> ReducedInHooks:
+    def take_gradients_from_hooks(self, model: Sequence[torch.Tensor]) -> ReducedInHooks:
         """From now on DDP's hook averages each gradient to the rank that owns the parameter.
 
         For ``reduce_to_owners_hook``. Every rank must call it.
+
+        Args:
+            model: the parameters that DDP has.
 
         Raises:
             ValueError: if the optimizer was built to get its gradients otherwise.
@@ -607,7 +610,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         elif any(map(is_dtensor, self._parameters)):
             error = TypeError("reduce_to_owners_hook can't reduce the gradient of a DTensor")
         self._agreement.settle("reduce_to_owners_hook (gradients)", None, error)
-        gradients = ReducedInHooks(self._communicator, self._parameters, self._plan)
+        gradients = ReducedInHooks(self._communicator, self._parameters, self._plan, model)
         self._gradients = gradients
         return gradients
 
