@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
+from tensorplay.distributed.optim.zero import overlap
 from tests.launch import run_ranks
 from tests.reference.optimizers import OPTIMIZERS
 from tests.reference.training import make_matrices, require_equal, values_of
-from tests.zero.overlap.twins import Twins, backward
+from tests.zero.overlap.twins import MANY_BUCKETS_MB, Twins, backward
 from tests.zero.test_compile_and_checkpointing import Branching, Checkpointed
 
 Run = Callable[..., list[Any]]
@@ -319,6 +321,21 @@ def _large() -> None:
 
 def test_large_parameters(run: Run) -> None:
     run(2, _large)
+
+
+def _adjacent() -> None:
+    """Parameters that stand side by side in a resident bucket travel from there, by DDP's buckets."""
+    with mock.patch.object(overlap, "ALONE_BYTES", 64):
+        for size in (MANY_BUCKETS_MB, 0.001, 25):
+            twins = Twins(lambda: make_layers(6, 9, 9, 9, 9, 3), resident=True, bucket_cap_mb=size)
+            twins.train()
+            twins = Twins(Mixed, resident=True, bucket_cap_mb=size)
+            twins.train()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_adjacent_parameters_are_gathered_in_place(run: Run, world_size: int) -> None:
+    run(world_size, _adjacent)
 
 
 def _without_step() -> None:

@@ -43,7 +43,12 @@ from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
 from tensorplay.distributed.optim._core.local_shard import is_dtensor, local_memory
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
-from tensorplay.distributed.optim.zero.gather_parameters import ParameterBucket, ParameterBuckets
+from tensorplay.distributed.optim.zero.gather_parameters import (
+    ParameterBucket,
+    ParameterBuckets,
+    ResidentStretch,
+    resident_stretches,
+)
 from tensorplay.distributed.optim.zero.gradients import AveragedElsewhere
 from tensorplay.distributed.optim.zero.sharding_plan import (
     ALONE_BYTES,
@@ -99,9 +104,9 @@ class OverlappedStep:
         self._stepped_groups: list[dict[str, Any]] = []
         self._stepped_state: Any = None
         self._parameters: Sequence[torch.Tensor] = ()
-        self._index_of: dict[torch.Tensor, int] = {}
+        self._index_of: dict[int, int] = {}
         self._owners: Sequence[GroupRank] = ()
-        self._reduced: frozenset[torch.Tensor] | None = None
+        self._reduced: frozenset[int] | None = None
         self._left_changeable: list[tuple[torch.Tensor, int, int]] = []
         self._reset()
         self._broken: Exception | None = None
@@ -118,7 +123,7 @@ class OverlappedStep:
     def watch(self, parameters: Sequence[torch.Tensor], plan: ShardingPlan) -> None:
         """Learns all parameters, and who owns them."""
         self._parameters, self._plan = parameters, plan
-        self._index_of = {parameter: index for index, parameter in enumerate(parameters)}
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._owners = plan.partition.owners
         memories = [local_memory(parameter) for parameter in parameters]
         self._buckets = ParameterBuckets(memories, self._communicator.members.group_rank)
@@ -130,7 +135,7 @@ class OverlappedStep:
         Raises:
             ValueError: if a parameter that requires gradients is not among them.
         """
-        before, self._reduced = self._reduced, frozenset(reduced)
+        before, self._reduced = self._reduced, frozenset(map(id, reduced))
         error = self._find_unreduced()
         if error is not None:
             self._reduced = before
@@ -171,7 +176,7 @@ class OverlappedStep:
         self._reset()
         if refusal is not None:
             raise refusal
-        error = error or self._find_trained_outside(set(updated))
+        error = error or self._find_trained_outside({id(parameter) for parameter in updated})
         try:
             stepper = self._stepper_of_now()
             if not has_stepped_part and error is None:
@@ -181,11 +186,7 @@ class OverlappedStep:
         except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it
             error = error or problem
         self._has_stepped = True
-        self._left_changeable = [
-            (parameter, parameter.grad.data_ptr(), parameter.grad._version)  # noqa: SLF001 - torch has no public name for it
-            for parameter in updated
-            if parameter.grad is not None and parameter.grad.layout is torch.strided
-        ]
+        self._left_changeable = _versions_of_gradients(updated)
         self._agreement.settle("backward (update)", error=error)
 
     def step_called(
@@ -229,7 +230,7 @@ class OverlappedStep:
         if self._refusal is not None:
             return
         owner = self._communicator.members.group_rank
-        places = [self._index_of.get(parameter) for parameter in bucket.parameters]
+        places = [self._index_of.get(id(parameter)) for parameter in bucket.parameters]
         ready = [
             (parameter, gradient)
             for parameter, gradient, index in zip(bucket.parameters, gradients, places, strict=True)
@@ -298,15 +299,21 @@ class OverlappedStep:
     def _buckets_of(self, indices: tuple[int, ...]) -> list[ParameterBucket]:
         if indices not in self._gathered_in:
             plan, start = self._plan, len(self._buckets.buckets)
+            stretches = resident_stretches(plan.layouts, set(indices), ALONE_BYTES)
+            adjacent = {slot.parameter for layout in stretches for slot in layout.slots}
+            others = [index for index in indices if index not in adjacent]
             for layout in layout_buckets(
-                [plan.specs[index] for index in indices],
-                [self._owners[index] for index in indices],
+                [plan.specs[index] for index in others],
+                [self._owners[index] for index in others],
                 self._communicator.members.world_size,
                 staged_capacity(plan.specs),
                 alone_bytes=ALONE_BYTES,
             ):
                 self._buckets.add(layout, plan.specs)
-            self._gathered_in[indices] = self._buckets.buckets[start:]
+            self._gathered_in[indices] = [
+                *(ResidentStretch(layout, self._parameters) for layout in stretches),
+                *self._buckets.buckets[start:],
+            ]
         return self._gathered_in[indices]
 
     def _wait_for_gathers(self) -> None:
@@ -330,14 +337,11 @@ class OverlappedStep:
 
     def _find_unreduced(self) -> Exception | None:
         """Of parameters that nobody reduces, none may be trained."""
-        reduced = self._reduced
-        if reduced is None or reduced.issuperset(self._parameters):
-            return None
-        return self._find_trained_outside(reduced)
+        return None if self._reduced is None else self._find_trained_outside(self._reduced)
 
-    def _find_trained_outside(self, reduced: Collection[torch.Tensor]) -> Exception | None:
+    def _find_trained_outside(self, reduced: Collection[int]) -> Exception | None:
         for index, parameter in enumerate(self._parameters):
-            if parameter not in reduced and parameter.requires_grad:
+            if id(parameter) not in reduced and parameter.requires_grad:
                 return ValueError(
                     f"parameter {index} of the optimizer is trained, but the model whose "
                     "communication hook updates parameters doesn't reduce its gradient (it isn't in "
@@ -424,6 +428,18 @@ class SteppedInBackward(AveragedElsewhere):
     def describe(self) -> Json:
         """See :class:`Gradients`."""
         return {"shard_gradients": False, "overlap_with_ddp": True}
+
+
+def _versions_of_gradients(
+    parameters: Sequence[torch.Tensor],
+) -> list[tuple[torch.Tensor, int, int]]:
+    """Parameters with address and version of their gradients, where these are dense."""
+    gradients = ((parameter, parameter.grad) for parameter in parameters)
+    return [
+        (parameter, gradient.data_ptr(), gradient._version)  # noqa: SLF001 - torch has no public name for it
+        for parameter, gradient in gradients
+        if gradient is not None and gradient.layout is torch.strided
+    ]
 
 
 def _find_misuse(
