@@ -4,10 +4,12 @@ DDP lays its buckets out as gradients arrive, so that the parts of an owner may 
 stretch travels from where it lies; the short ones of an owner are packed into one message.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
+
+import torch
 
 from tensorplay.distributed.optim._core.ranks import GroupRank
 
@@ -43,6 +45,34 @@ class Message:
 
 Round = tuple[Message, ...]
 """Messages that are under way together."""
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """How one bucket travels.
+
+    Attributes:
+        rounds: one after another.
+        sizes: into which the bucket is split, so that each extent of a message is a piece, and gaps.
+        piece_at: the number of the piece that begins there.
+    """
+
+    rounds: tuple[Round, ...]
+    sizes: tuple[int, ...]
+    piece_at: Mapping[int, int]
+
+    @classmethod
+    def of(cls, stretches: Sequence[Stretch], numel: int, longest: int) -> "BucketPlan":
+        """Plans for a bucket of ``numel`` elements; the other arguments are :func:`plan_rounds`'."""
+        rounds = plan_rounds(stretches, longest)
+        extents = [extent for messages in rounds for each in messages for extent in each.extents]
+        cuts = sorted({0, numel, *(cut for extent in extents for cut in extent)})
+        sizes = tuple(end - start for start, end in pairwise(cuts))
+        return cls(rounds, sizes, {start: number for number, start in enumerate(cuts[:-1])})
+
+    def pieces_of(self, message: Message, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The pieces of a split bucket that make up a message."""
+        return [pieces[self.piece_at[start]] for start, _ in message.extents]
 
 
 def plan_rounds(stretches: Sequence[Stretch], longest: int) -> tuple[Round, ...]:

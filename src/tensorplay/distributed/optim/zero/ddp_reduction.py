@@ -41,7 +41,7 @@ from tensorplay.distributed.optim._core.gradient_buckets import AveragedMark
 from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
 from tensorplay.distributed.optim._core.rank_order_sum import average_
 from tensorplay.distributed.optim._core.ranks import GroupRank
-from tensorplay.distributed.optim.zero.bucket_messages import Message, Round, Stretch, plan_rounds
+from tensorplay.distributed.optim.zero.bucket_messages import BucketPlan, Stretch
 from tensorplay.distributed.optim.zero.gradients import AveragedElsewhere
 from tensorplay.distributed.optim.zero.sharding_plan import CAPACITY_BYTES, ShardingPlan
 
@@ -55,14 +55,14 @@ class _Exchange:
     Attributes:
         bucket: ``(numel,)``, of DDP.
         work: the sends and receives.
-        own: this rank's messages, each with all ranks' contributions in rank order.
+        own: this rank's messages: where each belongs, and all ranks' contributions in rank order.
         sent: keeps what is being sent.
         done: the bucket's, if this is its last round.
     """
 
     bucket: torch.Tensor
     work: Waitable
-    own: list[tuple[Message, list[torch.Tensor]]]
+    own: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
     sent: list[torch.Tensor]
     done: Future | None
 
@@ -95,8 +95,9 @@ class ReducedInHooks(AveragedElsewhere):
         super().__init__(communicator.members.group_rank, None)
         self._communicator = communicator
         self._num_whole_passes = 0
-        self._rounds_of: dict[tuple[int, ...], tuple[Round, ...]] = {}
-        self._index_of: dict[torch.Tensor, int] = {}
+        self._plans: dict[tuple[int, ...], BucketPlan] = {}
+        self._index_of: dict[int, int] = {}
+        self._partial: dict[int, PartialGradient] = {}
         self._exchanges: deque[_Exchange] = deque()
         self._finite: list[torch.Tensor] = []
         self._buckets: list[tuple[GradBucket, Future]] = []
@@ -107,7 +108,7 @@ class ReducedInHooks(AveragedElsewhere):
         self._mark = AveragedMark()
         self._adds_up = self._has_unreduced_passes = self._is_unfinished = False
         self._backward_pass = BackwardPass(self)
-        self._watched: dict[torch.Tensor, None] = {}
+        self._watched: set[int] = set()
         self._watch_backward(model)
         self.watch(parameters, plan, ())
 
@@ -121,13 +122,21 @@ class ReducedInHooks(AveragedElsewhere):
         super().watch(parameters, plan, layouts)
         self._plan = plan
         self._watch_backward(parameters)
-        self._index_of = {parameter: index for index, parameter in enumerate(parameters)}
-        self._rounds_of.clear()
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        stretches = [plan.stretches_of(index) for index in range(len(parameters))]
+        self._own_extents, self._other_extents = (
+            [
+                tuple((s, e) for s, e, owner in each if (owner == self._group_rank) == own)
+                for each in stretches
+            ]
+            for own in (True, False)
+        )
+        self._plans.clear()
 
     def _watch_backward(self, parameters: Sequence[torch.Tensor]) -> None:
-        added = [p for p in dict.fromkeys(parameters) if p not in self._watched]
+        added = [p for p in dict.fromkeys(parameters) if id(p) not in self._watched]
         self._backward_pass.watch(added)
-        self._watched.update(dict.fromkeys(added))
+        self._watched.update(map(id, added))
 
     # What DDP's hook calls
 
@@ -147,7 +156,7 @@ class ReducedInHooks(AveragedElsewhere):
         if bucket.index() == 0:
             self._require_not_replaced()
             self._discard()
-        indices = [self._index_of.get(parameter) for parameter in bucket.parameters()]
+        indices = [self._index_of.get(id(parameter)) for parameter in bucket.parameters()]
         buffer = bucket.buffer()
         done = _future_of(buffer)
         if shares_uses:
@@ -161,7 +170,7 @@ class ReducedInHooks(AveragedElsewhere):
             done = self._reduce_whole(buffer)
         else:
             self._reduced.extend(known)
-            self._launch(buffer, bucket.gradients(), tuple(known), done)
+            self._launch(bucket, self._plan_of(bucket, tuple(known)), done)
         self._buckets.append((bucket, done))
         if bucket.is_last():
             self._finish(0)
@@ -180,21 +189,16 @@ class ReducedInHooks(AveragedElsewhere):
                 "gradients now; register that hook, on a model that is wrapped anew"
             )
 
-    def _launch(
-        self,
-        buffer: torch.Tensor,
-        gradients: Sequence[torch.Tensor],
-        indices: tuple[int, ...],
-        done: Future,
-    ) -> None:
-        members = self._communicator.members
-        rounds = self._rounds(buffer, gradients, indices)
-        for number, messages in enumerate(rounds):
+    def _launch(self, bucket: GradBucket, plan: BucketPlan, done: Future) -> None:
+        members, buffer = self._communicator.members, bucket.buffer()
+        pieces = buffer.split_with_sizes(plan.sizes)
+        for number, messages in enumerate(plan.rounds):
             outgoing: list[tuple[GroupRank, torch.Tensor]] = []
             incoming: list[tuple[GroupRank, torch.Tensor]] = []
-            own: list[tuple[Message, list[torch.Tensor]]] = []
+            own: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
             for message in messages:
-                local = _contents(buffer, message)
+                places = plan.pieces_of(message, pieces)
+                local = places[0] if len(places) == 1 else torch.cat(places)
                 if message.owner != members.group_rank:
                     outgoing.append((message.owner, local))
                     continue
@@ -202,7 +206,7 @@ class ReducedInHooks(AveragedElsewhere):
                     local if rank == members.group_rank else torch.empty_like(local)
                     for rank in members
                 ]
-                own.append((message, contributions))
+                own.append((places, contributions))
                 incoming.extend(
                     (rank, part)
                     for rank, part in zip(members, contributions, strict=True)
@@ -215,29 +219,25 @@ class ReducedInHooks(AveragedElsewhere):
                     work,
                     own,
                     [local for _, local in outgoing],
-                    done if number == len(rounds) - 1 else None,
+                    done if number == len(plan.rounds) - 1 else None,
                 )
             )
-        if not rounds:
+        if not plan.rounds:
             done.set_result(buffer)
 
-    def _rounds(
-        self,
-        buffer: torch.Tensor,
-        gradients: Sequence[torch.Tensor],
-        indices: tuple[int, ...],
-    ) -> tuple[Round, ...]:
-        if indices not in self._rounds_of:
+    def _plan_of(self, bucket: GradBucket, indices: tuple[int, ...]) -> BucketPlan:
+        if indices not in self._plans:
+            buffer = bucket.buffer()
             stretches = [
                 Stretch(offset + start, offset + end, owner)
-                for index, gradient in zip(indices, gradients, strict=True)
+                for index, gradient in zip(indices, bucket.gradients(), strict=True)
                 for offset in [int(gradient.storage_offset() - buffer.storage_offset())]
                 for start, end, owner in self._plan.stretches_of(index)
             ]
             peers = max(1, self._communicator.members.world_size - 1)
             longest = max(1, CAPACITY_BYTES // buffer.itemsize // peers)
-            self._rounds_of[indices] = plan_rounds(stretches, longest)
-        return self._rounds_of[indices]
+            self._plans[indices] = BucketPlan.of(stretches, buffer.numel(), longest)
+        return self._plans[indices]
 
     def _reduce_whole(self, buffer: torch.Tensor) -> Future:
         buffer.div_(self._communicator.members.world_size)
@@ -264,12 +264,15 @@ class ReducedInHooks(AveragedElsewhere):
                 raise CommunicationError(
                     f"reducing the gradients of a bucket of DistributedDataParallel failed, {error}"
                 ) from error
-            for message, contributions in exchange.own:
+            for places, contributions in exchange.own:
                 local = contributions[self._communicator.members.group_rank]
                 finite = average_(local, contributions, self._communicator.members.world_size)
                 if finite is not None:
                     self._finite.append(finite)
-                _write_back_(exchange.bucket, message, local)
+                if len(places) > 1:
+                    torch._foreach_copy_(
+                        places, local.split_with_sizes([p.numel() for p in places])
+                    )
             if exchange.done is not None:
                 exchange.done.set_result(exchange.bucket)
 
@@ -329,15 +332,20 @@ class ReducedInHooks(AveragedElsewhere):
         self._discard()
 
     def _show(self, index: int, before: torch.Tensor | None) -> None:
-        parameter, own = self._parameters[index], self._extents(index)
+        parameter, own = self._parameters[index], self._own_extents[index]
         gradient = parameter.grad
         if gradient is None:  # no rank has used it
             parameter.grad = before
             return
-        if own == [(0, parameter.numel())] or not parameter.numel():
+        if own == ((0, parameter.numel()),) or not parameter.numel():
             if before is not None:
                 gradient.add_(before)
             self._mark.set_(gradient)
+            return
+        if not own:
+            if index not in self._partial:
+                self._partial[index] = PartialGradient(parameter, (self._sentinel(parameter),))
+            parameter.grad = self._partial[index]
             return
         parts = [part.clone() for part in _parts(gradient, own)]
         if isinstance(before, PartialGradient):
@@ -362,9 +370,9 @@ class ReducedInHooks(AveragedElsewhere):
                 work.wait()
                 used = uses.tolist()
             for parameter, gradient, is_used in zip(parameters, gradients, used, strict=True):
-                index = self._index_of.get(parameter)
+                index = self._index_of.get(id(parameter))
                 if index is not None:
-                    parameter.grad = gradient if is_used and self._extents(index) else None
+                    parameter.grad = gradient if is_used and self._own_extents[index] else None
         self._discard()
 
     def _restore_unfired(self) -> None:
@@ -376,14 +384,6 @@ class ReducedInHooks(AveragedElsewhere):
 
     def _is_averaged(self, gradient: torch.Tensor) -> bool:
         return isinstance(gradient, PartialGradient) or self._mark.is_on(gradient)
-
-    def _extents(self, index: int, *, own: bool = True) -> list[tuple[int, int]]:
-        rank = self._group_rank
-        return [
-            (start, end)
-            for start, end, owner in self._plan.stretches_of(index)
-            if (owner == rank) == own
-        ]
 
     def _sentinel(self, parameter: torch.Tensor) -> torch.Tensor:
         kind = parameter.dtype, parameter.device
@@ -429,12 +429,13 @@ class ReducedInHooks(AveragedElsewhere):
 
     def _stretches(self, *, own: bool) -> list[torch.Tensor]:
         stretches: list[torch.Tensor] = []
-        for index, parameter in enumerate(self._parameters):
+        all_extents = self._own_extents if own else self._other_extents
+        for parameter, extents in zip(self._parameters, all_extents, strict=True):
             gradient = parameter.grad
             if isinstance(gradient, PartialGradient):
                 stretches += gradient.parts[:-1] if own else ()
             elif gradient is not None:
-                stretches += _parts(gradient, self._extents(index, own=own))
+                stretches += _parts(gradient, extents)
         return stretches
 
     def forget(self) -> None:
@@ -451,29 +452,14 @@ class ReducedInHooks(AveragedElsewhere):
         )
 
 
-def _contents(buffer: torch.Tensor, message: Message) -> torch.Tensor:
-    """``(message.numel,)``: a view of the bucket if it's one stretch, else packed."""
-    parts = [buffer[start:end] for start, end in message.extents]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def _parts(gradient: torch.Tensor, extents: Sequence[tuple[int, int]]) -> Sequence[torch.Tensor]:
     """Views of a gradient that is dense in some order; itself for all of it, also if it's sparse."""
-    if list(extents) == [(0, gradient.numel())]:
+    if tuple(extents) == ((0, gradient.numel()),):
         return [gradient]
     if not extents:
         return []
     flat = gradient.as_strided((gradient.numel(),), (1,))
     return [flat[start:end] for start, end in extents]
-
-
-def _write_back_(buffer: torch.Tensor, message: Message, contents: torch.Tensor) -> None:
-    if len(message.extents) == 1:
-        return
-    begin = 0
-    for start, end in message.extents:
-        buffer[start:end].copy_(contents[begin : begin + end - start])
-        begin += end - start
 
 
 def _future_of(buffer: torch.Tensor) -> Future:
