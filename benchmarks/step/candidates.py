@@ -206,13 +206,19 @@ def _tensorplay_zero_overlapped(module: nn.Module) -> Trainer:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     from tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
-        hook_with_zero_step,
+        hook_with_zero_step_interleaved,
     )
     from tensorplay.distributed.optim import ZeroRedundancyOptimizer
 
     ddp = DistributedDataParallel(module)
-    zero = ZeroRedundancyOptimizer(module.parameters(), AdamW, overlap_with_ddp=True, **FUSED)
-    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(),
+        AdamW,
+        parameters_as_bucket_view=True,
+        overlap_with_ddp=True,
+        **FUSED,
+    )
+    ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
     return SteppedInBackward(ddp, zero, zero.optim)
 
 

@@ -83,7 +83,7 @@ class ReducedInHooks(AveragedElsewhere):
         model: the parameters that DDP has, so that the beginning of any backward is noticed.
     """
 
-    joined_ranks_need_gradients = False
+    reduces_to_owners = True
 
     def __init__(
         self,

@@ -36,8 +36,8 @@ class Gradients(Protocol):
 
     can_follow: bool
     """Whether a rank without inputs takes part in reductions of the others."""
-    joined_ranks_need_gradients: bool
-    """Whether such a rank must get the averaged gradients of what it owns from another before a step."""
+    reduces_to_owners: bool
+    """Whether each owner gets its gradients in the reduction, also one without inputs, and others not."""
     divides_by_world_size: bool
     """Whether such a rank counts as having contributed zeros."""
 
@@ -94,7 +94,7 @@ class AveragedElsewhere:
     """
 
     can_follow = False
-    joined_ranks_need_gradients = True
+    reduces_to_owners = False
     divides_by_world_size = True
     num_begun = 0
 
@@ -192,7 +192,7 @@ class ReducedToOwners(GradientReducer):
     """
 
     can_follow = True
-    joined_ranks_need_gradients = False
+    reduces_to_owners = True
 
     def __init__(
         self,

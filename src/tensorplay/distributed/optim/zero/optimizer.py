@@ -508,7 +508,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             self.param_groups,
             joined=self._has_joined,
             error=error,
-            gradients=self._gradients.joined_ranks_need_gradients,
+            gradients=not self._gradients.reduces_to_owners,
         )
 
     def _join_round(self) -> JoinRound:
