@@ -14,6 +14,7 @@ from tests.reference.training import require_equal, values_of
 from tests.zero.ddp_hook.twins import Twins
 from tests.zero.overlap.test_oracle import (
     SOME_DDP_OPTIONS,
+    Convolved,
     Embedded,
     HalfUsed,
     Matrices,
@@ -67,6 +68,8 @@ def _kinds() -> None:
         Twins(Mixed, *sgd, resident=resident).train()
         options = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}
         Twins(Mixed, *sgd, resident=resident, **options).train()
+        Twins(Convolved, *sgd, resident=resident).train()
+        Twins(Convolved, *sgd, resident=resident, **options).train()
     for size in (0.5, 25):
         Twins(lambda: make_layers(6, 1024, 256, 3), *sgd, bucket_cap_mb=size).train()
     Twins(Matrices, torch.optim.Muon, {"lr": 0.1}).train()

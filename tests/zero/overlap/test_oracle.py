@@ -10,10 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
 
+from tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
+    hook_with_zero_step_interleaved,
+)
+from tensorplay.distributed.optim import ZeroRedundancyOptimizer
 from tensorplay.distributed.optim.zero import overlap
 from tests.launch import run_ranks
+from tests.reference.ddp import ADAMW, make_net
 from tests.reference.optimizers import OPTIMIZERS
 from tests.reference.training import make_matrices, require_equal, values_of
 from tests.zero.overlap.twins import MANY_BUCKETS_MB, Twins, backward
@@ -297,11 +306,33 @@ class Mixed(nn.Module):
         return self.last(hidden.double()).float()
 
 
+class Convolved(nn.Sequential):
+    """A weight in channels_last, and a complex one."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(
+            nn.Unflatten(1, (3, 2, 1)),
+            nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last),
+            nn.Flatten(),
+            nn.Linear(10, 3),
+        )
+        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * self.phase.abs()
+
+
 def _mixed() -> None:
     for resident in (False, True):
         twins = Twins(Mixed, resident=resident)
         twins.train()
         twins.require_state_equal()
+        for view in (False, True):
+            options = {"resident": resident, "gradient_as_bucket_view": view}
+            twins = Twins(Convolved, torch.optim.AdamW, {"lr": 0.05}, **options)
+            twins.train()
+            twins.require_state_equal()
 
 
 def test_mixed_dtypes_tied_and_frozen_parameters(run: Run) -> None:
@@ -355,6 +386,61 @@ def _without_step() -> None:
 
 def test_step_may_be_called_or_not(run: Run) -> None:
     run(2, _without_step)
+
+
+def _first_layer(model: nn.Module) -> list[torch.Tensor]:
+    return [p for name, p in model.named_parameters() if ".0." in f".{name}"]
+
+
+def _rest(model: nn.Module) -> list[torch.Tensor]:
+    first = {id(p) for p in _first_layer(model)}
+    return [p for p in model.parameters() if id(p) not in first]
+
+
+def _part_of_the_model() -> None:
+    """The others' averaged gradients are there for another optimizer."""
+    twins = Twins(params=_first_layer)
+    others = [torch.optim.SGD(_rest(model), lr=0.1) for model, _ in twins.both]
+    for step in range(4):
+        for (model, optimizer), other in zip(twins.both, others, strict=True):
+            model.zero_grad()
+            backward(model, step)
+            optimizer.step()
+            other.step()
+        twins.require_equal(f"iteration {step}: ")
+
+
+def _nested_hooks() -> None:
+    """Two sharded optimizers of one model: each one's hook is made from the other's."""
+    plain = DistributedDataParallel(make_net(), bucket_cap_mb=MANY_BUCKETS_MB)
+    model = DistributedDataParallel(make_net(), bucket_cap_mb=MANY_BUCKETS_MB)
+    kinds: list[tuple[Any, Any, dict[str, Any]]] = [
+        (_first_layer, torch.optim.AdamW, ADAMW),
+        (_rest, torch.optim.SGD, {"lr": 0.1}),
+    ]
+    plains = [make(params(plain), **options) for params, make, options in kinds]
+    hook: Any = allreduce_hook
+    for params, make, options in kinds:
+        zero = ZeroRedundancyOptimizer(params(model), make, overlap_with_ddp=True, **options)
+        hook = hook_with_zero_step_interleaved(hook, model, zero)
+    model.register_comm_hook(None, hook)
+    for step in range(4):
+        plain.zero_grad()
+        model.zero_grad()
+        backward(plain, step)
+        backward(model, step)
+        for optimizer in plains:
+            optimizer.step()
+        require_equal(values_of(plain.parameters()), values_of(model.parameters()))
+
+
+def _several_optimizers() -> None:
+    _part_of_the_model()
+    _nested_hooks()
+
+
+def test_several_optimizers_of_one_model(run: Run) -> None:
+    run(2, _several_optimizers)
 
 
 def _add_param_group() -> None:

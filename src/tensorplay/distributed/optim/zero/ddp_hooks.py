@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tensorplay.distributed.optim._core.backward_pass import call_at_end
 from tensorplay.distributed.optim._core.collectives import CommunicationError, start_all_reduce_
 from tensorplay.distributed.optim._core.tagged_json import Json
+from tensorplay.distributed.optim.zero.ddp_buckets import elements_of, views_of
 from tensorplay.distributed.optim.zero.optimizer import ZeroRedundancyOptimizer
 from tensorplay.distributed.optim.zero.overlap import OverlappedStep
 
@@ -312,8 +313,6 @@ class _DDPBucket:
     ) -> None:
         self.parameters: Sequence[torch.Tensor] = bucket.parameters()
         self._number = bucket.index()
-        self._local = bucket.buffer()
-        self._gradients = bucket.gradients()
         self._reduction = reduction
         self._uses = uses
         self._using = using
@@ -331,27 +330,16 @@ class _DDPBucket:
             ) from error
         if isinstance(result, (list, tuple)):  # as DDP takes it
             (result,) = result
-        gradients = self._parts_of(result)
+        gradients = (
+            views_of(elements_of(result, self.parameters), self.parameters)
+            if result.layout is torch.strided
+            else [result]  # DDP has a bucket for each sparse gradient
+        )
         if self._uses is None:
             return gradients
         return [
             gradient if used else None
             for gradient, used in zip(gradients, self._uses.tolist(), strict=True)
-        ]
-
-    def _parts_of(self, result: torch.Tensor) -> list[torch.Tensor]:
-        if result.layout is not torch.strided:
-            return [result]  # DDP has a bucket for each sparse gradient
-        if result.data_ptr() == self._local.data_ptr():
-            return self._gradients
-        flat, start = result.view(-1), self._local.storage_offset()
-        return [
-            flat.as_strided(
-                part.shape,
-                part.stride(),
-                flat.storage_offset() + part.storage_offset() - start,
-            )
-            for part in self._gradients
         ]
 
 

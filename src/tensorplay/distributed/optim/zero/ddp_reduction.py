@@ -42,6 +42,7 @@ from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
 from tensorplay.distributed.optim._core.rank_order_sum import average_
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim.zero.bucket_messages import BucketPlan, Stretch
+from tensorplay.distributed.optim.zero.ddp_buckets import elements_of, offsets_of, views_of
 from tensorplay.distributed.optim.zero.gradients import AveragedElsewhere
 from tensorplay.distributed.optim.zero.sharding_plan import CAPACITY_BYTES, ShardingPlan
 
@@ -191,7 +192,7 @@ class ReducedInHooks(AveragedElsewhere):
 
     def _launch(self, bucket: GradBucket, plan: BucketPlan, done: Future) -> None:
         members, buffer = self._communicator.members, bucket.buffer()
-        pieces = buffer.split_with_sizes(plan.sizes)
+        pieces = elements_of(buffer, bucket.parameters()).split_with_sizes(plan.sizes)
         for number, messages in enumerate(plan.rounds):
             outgoing: list[tuple[GroupRank, torch.Tensor]] = []
             incoming: list[tuple[GroupRank, torch.Tensor]] = []
@@ -227,16 +228,15 @@ class ReducedInHooks(AveragedElsewhere):
 
     def _plan_of(self, bucket: GradBucket, indices: tuple[int, ...]) -> BucketPlan:
         if indices not in self._plans:
-            buffer = bucket.buffer()
+            elements = elements_of(bucket.buffer(), bucket.parameters())
             stretches = [
                 Stretch(offset + start, offset + end, owner)
-                for index, gradient in zip(indices, bucket.gradients(), strict=True)
-                for offset in [int(gradient.storage_offset() - buffer.storage_offset())]
+                for index, offset in zip(indices, offsets_of(bucket.parameters()), strict=True)
                 for start, end, owner in self._plan.stretches_of(index)
             ]
             peers = max(1, self._communicator.members.world_size - 1)
-            longest = max(1, CAPACITY_BYTES // buffer.itemsize // peers)
-            self._plans[indices] = BucketPlan.of(stretches, buffer.numel(), longest)
+            longest = max(1, CAPACITY_BYTES // elements.itemsize // peers)
+            self._plans[indices] = BucketPlan.of(stretches, elements.numel(), longest)
         return self._plans[indices]
 
     def _reduce_whole(self, buffer: torch.Tensor) -> Future:
@@ -360,10 +360,12 @@ class ReducedInHooks(AveragedElsewhere):
     def _show_to_joined(self) -> None:
         """DDP writes nothing on a rank that has joined."""
         for number, (bucket, done) in enumerate(self._buckets):
-            parameters, gradients = bucket.parameters(), bucket.gradients()
-            result = done.wait()
-            if result.layout is not torch.strided:
-                gradients = [result]
+            parameters, result = bucket.parameters(), done.wait()
+            gradients = (
+                views_of(elements_of(result, parameters), parameters)
+                if result.layout is torch.strided
+                else [result]
+            )
             used = [True] * len(parameters)
             if self._uses:
                 uses, work = self._uses[number]
