@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tensorplay.distributed.optim._core.backward_pass import call_at_end
 from tensorplay.distributed.optim._core.collectives import CommunicationError, start_all_reduce_
+from tensorplay.distributed.optim._core.ddp_buckets import elements_of, views_of
 from tensorplay.distributed.optim._core.tagged_json import Json
-from tensorplay.distributed.optim.zero.ddp_buckets import elements_of, views_of
 from tensorplay.distributed.optim.zero.optimizer import ZeroRedundancyOptimizer
 from tensorplay.distributed.optim.zero.overlap import OverlappedStep
 

@@ -37,12 +37,12 @@ from tensorplay.distributed.optim._core.collectives import (
     Waitable,
     start_all_reduce_,
 )
+from tensorplay.distributed.optim._core.ddp_buckets import elements_of, offsets_of, views_of
 from tensorplay.distributed.optim._core.gradient_buckets import AveragedMark
 from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
 from tensorplay.distributed.optim._core.rank_order_sum import average_
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim.zero.bucket_messages import BucketPlan, Stretch
-from tensorplay.distributed.optim.zero.ddp_buckets import elements_of, offsets_of, views_of
 from tensorplay.distributed.optim.zero.gradients import AveragedElsewhere
 from tensorplay.distributed.optim.zero.sharding_plan import CAPACITY_BYTES, ShardingPlan
 
