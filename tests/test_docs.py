@@ -22,9 +22,11 @@ from tests.reference.training import require_equal, values_of
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 README = PAGE.parents[1] / "README.md"
 
-TORCH, PLAIN, WITHOUT_DDP, PARTITION, FAIRSCALE, LOADING = (
+TORCH, PLAIN, OVERLAPPED, TO_OWNERS, WITHOUT_DDP, PARTITION, FAIRSCALE, LOADING = (
     "From torch's class",
     "From the plain optimizer",
+    "Overlapped with DDP",
+    "Under DDP, reduced to owners",
     "Without DDP",
     "Which partition",
     "From fairscale's `OSS`",
@@ -68,6 +70,8 @@ CONSTRUCTION, SAVING, LOAD = "optimizer = ", "torch.save(state", 'torch.load("ch
 def test_the_tests_below_run_every_block() -> None:
     run = {block(s, what) for s in (TORCH, PLAIN, FAIRSCALE) for what in (CONSTRUCTION, SAVING)}
     run |= {block(TORCH, "Join"), block(FAIRSCALE, "clip_grad_norm_")}
+    run |= {block(OVERLAPPED, CONSTRUCTION), block(TO_OWNERS, CONSTRUCTION)}
+    run |= {block(TO_OWNERS, "clip_grad_norm_")}
     run |= {block(WITHOUT_DDP, CONSTRUCTION), block(WITHOUT_DDP, "full_grad")}
     run |= {block(PARTITION, CONSTRUCTION), block(PARTITION, "groups = ")}
     run |= {block(LOADING, LOAD), block(LOADING, "detach_copy")}
@@ -207,6 +211,36 @@ def _clipping() -> None:
 
 def test_clipping() -> None:
     run_ranks(2, _clipping)
+
+
+def _overlapped() -> None:
+    usual = Script(block(OVERLAPPED, CONSTRUCTION).before())
+    overlapped = Script(block(OVERLAPPED, CONSTRUCTION).after())
+    usual.train(0)
+    overlapped.train(0)
+    require_equal(usual.values(), overlapped.values())
+
+
+def test_overlapped_with_ddp() -> None:
+    run_ranks(2, _overlapped)
+
+
+def _to_owners() -> None:
+    usual = Script(block(TO_OWNERS, CONSTRUCTION).before())
+    hooked = Script(block(TO_OWNERS, CONSTRUCTION).after())
+    usual.train(0)
+    hooked.train(0)
+    require_equal(usual.values(), hooked.values())
+    clipping = block(TO_OWNERS, "clip_grad_norm_")
+    usual.run(clipping.before())
+    hooked.run(clipping.after())
+    usual.train(2)
+    hooked.train(2)
+    require_equal(usual.values(), hooked.values())
+
+
+def test_reduced_to_owners() -> None:
+    run_ranks(2, _to_owners)
 
 
 def _without_ddp() -> None:

@@ -188,6 +188,40 @@ def _tensorplay_zero(*, bucket_view: bool) -> Callable[[nn.Module], Trainer]:
     return build
 
 
+def _tensorplay_zero_hook(module: nn.Module) -> Trainer:
+    from tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
+        reduce_to_owners_hook,
+    )
+    from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(), AdamW, parameters_as_bucket_view=True, **FUSED
+    )
+    ddp = DistributedDataParallel(module)
+    ddp.register_comm_hook(None, reduce_to_owners_hook(ddp, zero))
+    return ShardedGradients(ddp, zero, zero.optim)
+
+
+def _tensorplay_zero_overlapped(module: nn.Module) -> Trainer:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    from tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
+        hook_with_zero_step_interleaved,
+    )
+    from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(module)
+    zero = ZeroRedundancyOptimizer(
+        module.parameters(),
+        AdamW,
+        parameters_as_bucket_view=True,
+        overlap_with_ddp=True,
+        **FUSED,
+    )
+    ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
+    return SteppedInBackward(ddp, zero, zero.optim)
+
+
 class ShardedGradients(Trainer):
     """Our ZeRO with its own reduction: no DDP, and the optimizer clips."""
 
@@ -340,6 +374,14 @@ CANDIDATES = {
             _tensorplay_zero(bucket_view=True),
         ),
         Candidate(
+            "zero-hook",
+            "tensorplay ZeRO, DDP reducing to owners",
+            "tensorplay",
+            _tensorplay_zero_hook,
+            is_exact=False,
+            tolerance=NORM_TOLERANCE,
+        ),
+        Candidate(
             "zero-shard",
             "tensorplay ZeRO, sharded gradients",
             "tensorplay",
@@ -404,6 +446,14 @@ CANDIDATES = {
             "tensorplay, stepped in backward, no DDP",
             "tensorplay",
             _tensorplay_in_backward,
+            reference=UNCLIPPED_REFERENCE,
+            clips=False,
+        ),
+        Candidate(
+            "zero-overlap",
+            "tensorplay ZeRO, overlapped with DDP, no clipping",
+            "tensorplay",
+            _tensorplay_zero_overlapped,
             reference=UNCLIPPED_REFERENCE,
             clips=False,
         ),

@@ -100,6 +100,27 @@ def test_unused_parameters_and_checkpointing() -> None:
     run_ranks(2, _special_models)
 
 
+def _channels_last() -> None:
+    """DDP lays gradients out in the strides of their parameters."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Unflatten(1, (3, 2, 1)),
+            nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last),
+            nn.Flatten(),
+            nn.Linear(10, 3),
+        )
+
+    for wrap in (wrap_before, wrap_after):
+        for options in ({}, {"gradient_as_bucket_view": True}):
+            compare(make, wrap, **options)
+
+
+def test_weights_in_channels_last() -> None:
+    run_ranks(2, _channels_last)
+
+
 def _subgroup() -> None:
     members = [2, 1]
     group = dist.new_group(members)

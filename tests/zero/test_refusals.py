@@ -71,13 +71,19 @@ def test_optimizers_that_clip_by_the_norm_of_all_gradients() -> None:
 
 
 def _overlap() -> None:
-    with pytest.raises(NotImplementedError, match="overlap_with_ddp=True is not available yet"):
+    with pytest.raises(
+        NotImplementedError, match="overlap_with_ddp=True is not available yet with"
+    ):
         ZeroRedundancyOptimizer(
-            make_model().parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+            make_model().parameters(),
+            torch.optim.SGD,
+            overlap_with_ddp=True,
+            shard_gradients=True,
+            lr=0.1,
         )
 
 
-def test_overlap_until_it_lands() -> None:
+def test_overlap_with_sharded_gradients_until_it_lands() -> None:
     run_ranks(1, _overlap)
 
 

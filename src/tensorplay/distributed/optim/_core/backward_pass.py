@@ -22,9 +22,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-_queue_callback: Callable[[Callable[[], None]], None] = (
+call_at_end: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001 - torch has no public name for it
 )
+"""Has autograd call a function at the end of the running graph task, after those queued before."""
 
 
 class BackwardObserver(Protocol):
@@ -152,7 +153,7 @@ class BackwardPass:
 
     def _queue_end(self, task: int, token: _Token) -> None:
         self.armed_tasks.add(task)
-        _queue_callback(functools.partial(self._task_ended, task, token))
+        call_at_end(functools.partial(self._task_ended, task, token))
 
     def _task_ended(self, task: int, token: _Token) -> None:
         self.armed_tasks.discard(task)

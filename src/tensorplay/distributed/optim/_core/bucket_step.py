@@ -31,10 +31,14 @@ class BucketStepper:
 
     Args:
         optimizer: its ``param_groups`` may change between iterations; call :meth:`refresh` then.
+        cure: how messages go on after they have said why an optimizer can't be stepped in parts.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(
+        self, optimizer: Optimizer, cure: str = "Use it without apply_optimizer_in_backward"
+    ) -> None:
         self._optimizer = optimizer
+        self._cure = cure
         # Communication hooks finish in the backend's threads.
         self._lock = threading.Lock()
         self._advanced_options: dict[int, dict[str, Any]] = {}
@@ -139,8 +143,7 @@ class BucketStepper:
         name = type(self._optimizer).__name__
         raise RuntimeError(
             f"{name} writes {what} from the gradients that it sees in a step; inside backward these "
-            "are only a part of them, so that it would compute something else. Use it without "
-            "apply_optimizer_in_backward"
+            f"are only a part of them, so that it would compute something else. {self._cure}"
         )
 
     def _convert_state(self, parameter: torch.Tensor) -> None:

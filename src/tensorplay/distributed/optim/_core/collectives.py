@@ -184,7 +184,7 @@ class GroupCommunicator:
                 (GroupRank(r), payload[slice(*extent)]) for r, extent in enumerate(extents)
             ]
             own = stretches.pop(self.members.group_rank)[1]
-            return self.exchange(
+            return self._exchange(
                 [(rank, own) for rank, _ in stretches if own.numel()],
                 [(rank, stretch) for rank, stretch in stretches if stretch.numel()],
             )
@@ -237,6 +237,13 @@ class GroupCommunicator:
         incoming: Sequence[tuple[GroupRank, torch.Tensor]],
     ) -> Waitable:
         """See :class:`Communicator`; NCCL wants sends and receives in one group, or it may hang."""
+        return self._exchange(outgoing, incoming)
+
+    def _exchange(
+        self,
+        outgoing: Sequence[tuple[GroupRank, torch.Tensor]],
+        incoming: Sequence[tuple[GroupRank, torch.Tensor]],
+    ) -> Works:
         members = self.members
         operations = [
             (dist.irecv, tensor, source, f"from {members.name(source)}")

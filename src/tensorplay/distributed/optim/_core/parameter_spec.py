@@ -58,7 +58,7 @@ def describe_parameters(parameters: Sequence[torch.Tensor]) -> tuple[ParameterSp
         ParameterSpec(
             index=index,
             shape=tuple(memory.shape),
-            stride=_dense_stride(memory),
+            stride=dense_stride(memory),
             dtype=memory.dtype,
             device=memory.device,
             trainable=parameter.requires_grad,
@@ -87,7 +87,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's strides if it is dense without overlap, else those of a contiguous one."""
     if tensor.numel() and is_dense(tensor):
         return tuple(tensor.stride())
     stride, step = [], 1

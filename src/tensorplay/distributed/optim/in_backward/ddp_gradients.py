@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tensorplay.distributed.optim._core.collectives import start_all_reduce_
+from tensorplay.distributed.optim._core.ddp_buckets import elements_of, views_of
 from tensorplay.distributed.optim.in_backward.local_gradients import Consumer, call_at_end
 
 _gradients_of: "weakref.WeakKeyDictionary[DistributedDataParallel, DDPGradients]" = (
@@ -75,7 +76,12 @@ class DDPGradients:
         """What DDP's hook does: average the bucket, step, return the bucket."""
         buffer = bucket.buffer()
         takers: dict[int, tuple[Consumer, list[int]]] = {}
-        parameters, gradients = bucket.parameters(), bucket.gradients()
+        parameters = bucket.parameters()
+        gradients = (
+            views_of(elements_of(buffer, parameters), parameters)
+            if buffer.layout is torch.strided
+            else bucket.gradients()
+        )
         for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             consumer = self._consumers.get(id(parameter), _nobody)()
             if consumer is not None and not consumer.is_accumulating:

@@ -8,13 +8,14 @@ that packing one overlaps with sending the other.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
+from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, Slot
 from tensorplay.distributed.optim._core.collectives import (
     CommunicationError,
     Communicator,
@@ -104,6 +105,59 @@ class InPlaceBucket:
             return self._staged.launch(communicator)
         flat = parameter.as_strided((parameter.numel(),), (1,))
         return communicator.gather_from_owners(flat, self.layout.cuts)
+
+
+class ResidentStretch:
+    """Adjacent parameters of a resident bucket, which travel without the others.
+
+    Args:
+        layout: as :func:`resident_stretches` makes it.
+        parameters: all parameters, by index.
+    """
+
+    def __init__(self, layout: BucketLayout, parameters: Sequence[torch.Tensor]) -> None:
+        self.layout = layout
+        self._first = parameters[layout.slots[0].parameter]
+
+    def launch(self, communicator: Communicator) -> Waitable:
+        """See :class:`ParameterBucket`."""
+        flat = self._first.detach().as_strided((self.layout.numel,), (1,))
+        return communicator.gather_from_owners(flat, self.layout.cuts)
+
+
+def resident_stretches(
+    layouts: Sequence[BucketLayout], indices: Collection[int], least_nbytes: int
+) -> list[BucketLayout]:
+    """The stretches of resident buckets in which there is nothing but these parameters.
+
+    Args:
+        layouts: the buckets.
+        indices: of the parameters.
+        least_nbytes: how long a stretch must be to be worth a message; shorter ones are left out.
+    """
+    found = []
+    for layout in layouts:
+        if not layout.resident:
+            continue
+        run: list[Slot] = []
+        for slot in layout.slots:
+            if slot.parameter in indices:
+                run.append(slot)
+            elif run:
+                found.append(_part_of(layout, run, slot.offset))
+                run = []
+        if run:
+            found.append(_part_of(layout, run, layout.numel))
+    return [stretch for stretch in found if stretch.nbytes >= least_nbytes]
+
+
+def _part_of(layout: BucketLayout, slots: Sequence[Slot], end: int) -> BucketLayout:
+    start = slots[0].offset
+    return replace(
+        layout,
+        slots=tuple(slot._replace(offset=slot.offset - start) for slot in slots),
+        cuts=tuple(min(max(cut, start), end) - start for cut in layout.cuts),
+    )
 
 
 class StagingBuffer:

@@ -44,6 +44,8 @@ class Gradients(Protocol):
 
     can_follow: bool
     """Whether a rank without inputs takes part in reductions of the others."""
+    reduces_to_owners: bool
+    """Whether each owner gets its gradients in the reduction, also one without inputs, and others not."""
     divides_by_world_size: bool
     """Whether such a rank counts as having contributed zeros."""
 
@@ -62,6 +64,9 @@ class Gradients(Protocol):
 
     def find_unfinished(self) -> Exception | None:
         """An error if backward didn't get as far as it should have."""
+
+    def find_unclippable(self) -> Exception | None:
+        """Why gradients from here can't be clipped by the optimizer, if they can't."""
 
     def has_unreduced(self) -> bool:
         """Whether there are gradients on this rank that :meth:`reduce` should average first."""
@@ -103,6 +108,7 @@ class AveragedElsewhere:
     """
 
     can_follow = False
+    reduces_to_owners = False
     divides_by_world_size = True
     num_begun = 0
 
@@ -132,6 +138,10 @@ class AveragedElsewhere:
 
     def find_unfinished(self) -> Exception | None:
         """Nothing that this could know."""
+        return None
+
+    def find_unclippable(self) -> Exception | None:
+        """They can."""
         return None
 
     def has_unreduced(self) -> bool:
@@ -236,6 +246,7 @@ class ReducedToOwners(GradientReducer):
     """
 
     can_follow = True
+    reduces_to_owners = True
 
     def __init__(
         self,
@@ -314,6 +325,10 @@ class ReducedToOwners(GradientReducer):
         self.backward_pass.num_begun = num_begun
         self._schedule.begin(syncs=True)
         self._schedule.end()
+
+    def find_unclippable(self) -> Exception | None:
+        """They can."""
+        return None
 
     def others(self) -> list[torch.Tensor]:
         """None: they are partial."""

@@ -62,6 +62,7 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
 )
 from tensorplay.distributed.optim.zero.checkpoint import consolidate
 from tensorplay.distributed.optim.zero.clipping import gradient_from
+from tensorplay.distributed.optim.zero.ddp_reduction import ReducedInHooks
 from tensorplay.distributed.optim.zero.elementwise import require_elementwise
 from tensorplay.distributed.optim.zero.flat_slices import (
     FlatSlices,
@@ -77,6 +78,12 @@ from tensorplay.distributed.optim.zero.gradients import (
     ReducedToOwners,
 )
 from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
+from tensorplay.distributed.optim.zero.overlap import (
+    EndWhenJoined,
+    OptimizerSide,
+    OverlappedStep,
+    SteppedInBackward,
+)
 from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
 from tensorplay.distributed.optim.zero.step_in_backward import StepAndGather
@@ -96,6 +103,9 @@ _CLIPPING = (
         "torch.nn.utils.clip_grad_norm_ before step()"
     ),
 )
+
+
+_ABSENT = object()
 
 
 class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
@@ -130,11 +140,13 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             optimizer after the model is on its device and in its dtype. If false, parameters keep
             their storage: large ones are sent from there, small ones pass through two staging
             buffers of at most 25 MB.
-        overlap_with_ddp: with ``shard_gradients=True``, where no DDP is needed: if true, backward
-            also updates the parameters. Each bucket of gradients is reduced to its owners, stepped
-            and freed, and its parameters are gathered, while backward goes on. :meth:`step` then
-            does nothing, and :meth:`clip_grad_norm_` and :meth:`full_grad` raise. Without
-            ``shard_gradients=True`` it's not available yet and raises ``NotImplementedError``.
+        overlap_with_ddp: if true, parameters are updated inside ``backward()``, bucket by bucket: each
+            is reduced, stepped and gathered while backward goes on. Without ``shard_gradients=True``
+            a communication hook of ``DistributedDataParallel`` does it: see
+            ``tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook``; with it, no DDP and no
+            hook is needed, and gradients are freed at once. :meth:`step` may be called as usual and
+            does nothing; what needs all gradients before the update (clipping by their norm,
+            :meth:`full_grad`, ``GradScaler``, closures) raises.
         shard_gradients: if true, use no ``DistributedDataParallel``: the optimizer averages the
             gradients itself. When the outermost ``backward()`` returns, each rank has those of the
             parameters that it owns, and the others are freed: there ``.grad`` is a placeholder,
@@ -215,11 +227,6 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         elementwise: bool = False,
         **defaults: Any,
     ) -> None:
-        if overlap_with_ddp and not shard_gradients:
-            raise NotImplementedError(
-                "overlap_with_ddp=True is not available yet; leave it False: the step then runs "
-                "after backward, with the same result"
-            )
         if overlap_with_ddp and overlap_with_backward is False:
             raise ValueError(
                 "overlap_with_backward=False keeps reductions out of backward, where "
@@ -238,9 +245,15 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._consolidated: dict[str, Any] | None = None
         self._owned: tuple[Any, list[torch.Tensor]] = ((), [])
         self._overlaps = bool(overlap_with_ddp)
-        self._stage = StepAndGather(self._communicator) if overlap_with_ddp else None
-        self._gradients: Gradients = (
-            ReducedToOwners(
+        self._stage = (
+            StepAndGather(self._communicator) if overlap_with_ddp and shard_gradients else None
+        )
+        self.overlapped_step = (
+            self._make_overlapped_step() if overlap_with_ddp and not shard_gradients else None
+        )
+        self._gradients: Gradients
+        if shard_gradients:
+            self._gradients = ReducedToOwners(
                 self._communicator,
                 self._agreement,
                 module,
@@ -248,11 +261,13 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 during_backward=overlap_with_backward,
                 stage=self._stage,
             )
-            if shard_gradients
-            else AveragedElsewhere(
+        elif self.overlapped_step is not None:
+            group_rank = self._communicator.members.group_rank
+            self._gradients = SteppedInBackward(group_rank, module, self.overlapped_step)
+        else:
+            self._gradients = AveragedElsewhere(
                 self._communicator.members.group_rank, None if overlap_with_forward else module
             )
-        )
         self._forward_gather: ForwardGather | None = None
         error = None
         try:
@@ -437,6 +452,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self.wait()
         if self._stage is not None:
             return self._stage.stand_in_for_step(self, self._gradients, closure, kwargs)
+        if self.overlapped_step is not None:
+            scales = vars(self).pop("grad_scale", _ABSENT) is not _ABSENT  # GradScaler sets it
+            return self.overlapped_step.step_called(closure, kwargs, scales=scales)
         if self._join_config.enable:
             self._take_part_in_join(closure)
         with record_function(f"{type(self).__name__}.agree"):
@@ -506,7 +524,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._settle_gradients(
             "clip_grad_norm_",
             {"max_norm": repr(max_norm), "norm_type": repr(norm_type)},
-            find_unclippable(self._parameters, norm_type),
+            self._gradients.find_unclippable() or find_unclippable(self._parameters, norm_type),
         )
         doubles = any(p.dtype.to_real() is torch.float64 for p in self._parameters)
         dtype = torch.float64 if doubles else torch.float32
@@ -608,7 +626,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             self.param_groups,
             joined=self._has_joined,
             error=error,
-            gradients=not self._gradients.can_follow,
+            gradients=not self._gradients.reduces_to_owners,
         )
 
     def _join_round(self) -> JoinRound:
@@ -640,6 +658,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             self._is_following = False
             self._gradients.divides_by_world_size = kwargs.get("divide_by_initial_world_size", True)
             return FollowWhenJoined(self._follow)
+        if self.overlapped_step is not None:
+            return EndWhenJoined(self.overlapped_step)
         return StepWhenJoined(self._step_when_joined)
 
     @property
@@ -680,12 +700,77 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._slices.drop_gradients_()
         misfit = storages.restore_()
         if misfit is not None and error is None:
-            error = RuntimeError(
-                f"the step of {type(self.optim).__name__} gave parameter {self._name_of(misfit)} "
-                "another shape, dtype or device; it must keep them, so that every rank can receive "
-                "the new values"
-            )
+            error = self._describe_misfit(misfit)
         return loss, error
+
+    def _describe_misfit(self, misfit: torch.Tensor) -> Exception:
+        return RuntimeError(
+            f"the step of {type(self.optim).__name__} gave parameter {self._name_of(misfit)} "
+            "another shape, dtype or device; it must keep them, so that every rank can receive "
+            "the new values"
+        )
+
+    # Under hooks of DDP
+
+    def take_gradients_from_hooks(self, model: Sequence[torch.Tensor]) -> ReducedInHooks:
+        """From now on DDP's hook averages each gradient to the rank that owns the parameter.
+
+        For ``reduce_to_owners_hook``. Every rank must call it.
+
+        Args:
+            model: the parameters that DDP has.
+
+        Raises:
+            ValueError: if the optimizer was built to get its gradients otherwise.
+            TypeError: if a parameter is a ``DTensor``.
+        """
+        error: Exception | None = None
+        if type(self._gradients) not in {AveragedElsewhere, ReducedInHooks}:
+            error = ValueError(
+                "reduce_to_owners_hook needs an optimizer that was built without shard_gradients and "
+                "overlap_with_ddp, which reduce gradients or use them in their own way"
+            )
+        elif any(map(is_dtensor, self._parameters)):
+            error = TypeError("reduce_to_owners_hook can't reduce the gradient of a DTensor")
+        self._agreement.settle("reduce_to_owners_hook (gradients)", None, error)
+        gradients = ReducedInHooks(self._communicator, self._parameters, self._plan, model)
+        self._gradients = gradients
+        return gradients
+
+    def _make_overlapped_step(self) -> OverlappedStep:
+        self._step_supports_amp_scaling = True  # so that GradScaler shows itself in step()
+        return OverlappedStep(
+            self._communicator,
+            self._agreement,
+            OptimizerSide(
+                lambda: self.optim,
+                self._settle_overlapped,
+                lambda: copy_options_(self.optim.param_groups, self.param_groups),
+                self._describe_misfit,
+            ),
+        )
+
+    def _settle_overlapped(self, problem: Exception | None, joined: bool) -> None:
+        if self.is_in_join:
+            self._join_round().run(self.param_groups, joined=joined, gradients=False)
+        problem = problem or self._find_replaced()
+        if problem is None:
+            copy_options_(self.param_groups, self.optim.param_groups)
+        self._agreement.settle("backward (step)", describe_options(self.param_groups), problem)
+
+    def settle_call(self, call: str, description: Json, error: Exception | None) -> None:
+        """Settles a call of a function that takes this optimizer. Every rank must call it.
+
+        Raises:
+            RuntimeError: if the ranks' descriptions differ.
+            Exception: ``error``; the other ranks raise one that names this rank.
+        """
+        self._agreement.settle(call, description, error)
+
+    @property
+    def is_in_join(self) -> bool:
+        """Whether this optimizer takes part in a ``Join`` at the moment."""
+        return bool(self._join_config.enable)
 
     @torch.no_grad()
     def _gather_parameters(self, error: Exception | None) -> None:

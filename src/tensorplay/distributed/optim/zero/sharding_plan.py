@@ -98,6 +98,14 @@ class ShardingPlan:
             for slot in layout.slots
         }
 
+    def stretches_of(self, index: int) -> tuple[tuple[int, int, GroupRank], ...]:
+        """Who owns which elements ``(start, end, owner)`` of a parameter, ascending, in memory order."""
+        owner = self.partition.owners[index]
+        if owner != IN_PARTS:
+            return ((0, self.specs[index].numel, owner),)
+        extents = enumerate(pairwise(self.cuts_of(index)))
+        return tuple((start, end, GroupRank(rank)) for rank, (start, end) in extents if start < end)
+
     @classmethod
     def of(
         cls,
