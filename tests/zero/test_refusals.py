@@ -70,21 +70,29 @@ def test_optimizers_that_clip_by_the_norm_of_all_gradients() -> None:
     run_ranks(2, _clips_by_itself)
 
 
-def _overlap() -> None:
-    with pytest.raises(
-        NotImplementedError, match="overlap_with_ddp=True is not available yet with"
-    ):
+def _contradicts(options: dict[str, Any], message: str) -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match=message):
         ZeroRedundancyOptimizer(
-            make_model().parameters(),
-            torch.optim.SGD,
-            overlap_with_ddp=True,
-            shard_gradients=True,
-            lr=0.1,
+            model.parameters(), torch.optim.SGD, overlap_with_ddp=True, **options, lr=0.1
         )
 
 
-def test_overlap_with_sharded_gradients_until_it_lands() -> None:
-    run_ranks(1, _overlap)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"partition": "elements"}, "steps parameters one by one"),
+        ({"flat_step": True}, "steps parameters one by one"),
+        ({"overlap_with_forward": True, "module": torch.nn.Linear(1, 1)}, "nothing to overlap"),
+        ({"overlap_with_backward": False}, "keeps reductions out of backward"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("shard_gradients", [False, True])
+def test_options_that_contradict_the_step_inside_backward(
+    options: dict[str, Any], message: str, shard_gradients: bool
+) -> None:
+    run_ranks(2, _contradicts, {**options, "shard_gradients": shard_gradients}, message)
 
 
 def _wrong_device() -> None:

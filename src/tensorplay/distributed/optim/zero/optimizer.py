@@ -251,22 +251,23 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self.overlapped_step = (
             self._make_overlapped_step() if overlap_with_ddp and not shard_gradients else None
         )
+        reducer_module = None if overlap_with_forward and not shard_gradients else module
         self._gradients: Gradients
         if shard_gradients:
             self._gradients = ReducedToOwners(
                 self._communicator,
                 self._agreement,
-                module,
+                reducer_module,
                 WeakMethod(self._announce_backward),
                 during_backward=overlap_with_backward,
                 stage=self._stage,
             )
         elif self.overlapped_step is not None:
             group_rank = self._communicator.members.group_rank
-            self._gradients = SteppedInBackward(group_rank, module, self.overlapped_step)
+            self._gradients = SteppedInBackward(group_rank, reducer_module, self.overlapped_step)
         else:
             self._gradients = AveragedElsewhere(
-                self._communicator.members.group_rank, None if overlap_with_forward else module
+                self._communicator.members.group_rank, reducer_module
             )
         self._forward_gather: ForwardGather | None = None
         error = None
