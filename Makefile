@@ -9,7 +9,7 @@ ARGS ?=
 EXAMPLES ?= 3000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo example-remote test fuzz lint format bench bench-hosts clean
+.PHONY: help setup demo example-remote test fuzz lint format bench bench-engines bench-hosts clean
 
 help:  ## show the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -47,6 +47,12 @@ format: $(STAMP)  ## format the code and apply ruff's safe fixes
 
 bench: $(STAMP) $(BENCH_STAMP)  ## compare a training step with the peers'; ARGS="--help" lists all benchmarks
 	$(BIN)/python -m benchmarks $(or $(ARGS),step)
+
+bench-engines: $(STAMP)  ## install DeepSpeed, so that `make bench` compares with it too
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check setuptools wheel
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--no-build-isolation -r requirements/bench-engines.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pydantic
 
 bench-hosts: $(STAMP)  ## the same between hosts with a slow link: network namespaces, as root
 	$(BIN)/python -m benchmarks hosts $(ARGS)

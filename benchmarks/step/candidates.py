@@ -6,6 +6,8 @@ them is one subclass of ``Trainer``, where the plain one doesn't do, and a funct
 
 import dataclasses
 import importlib
+import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 FUSED: dict[str, Any] = {**ADAMW, "fused": True}
 
 
+FLOOR = "floor"
 KERNEL_TOLERANCE = 1e-6
 NORM_TOLERANCE = 3e-5
 
@@ -98,6 +101,7 @@ class Candidate:
         tolerance: the relative difference that is allowed otherwise.
         inert_steps: how many first steps don't update the parameters.
         needs: the package to import, for peers that may not be installed.
+        trains: false for what only moves the bytes of a step, so that its parameters mean nothing.
     """
 
     name: str
@@ -110,6 +114,7 @@ class Candidate:
     tolerance: float = KERNEL_TOLERANCE
     inert_steps: int = 0
     needs: str | None = None
+    trains: bool = True
 
     def why_missing(self) -> str | None:
         """The reason why the peer can't be imported, or ``None`` if it can."""
@@ -174,6 +179,89 @@ def _fairscale_oss(module: nn.Module) -> Trainer:
 
     oss = OSS(module.parameters(), optim=AdamW, **FUSED)
     return Trainer(DistributedDataParallel(module), oss, oss.optim)
+
+
+class Floor(Trainer):
+    """What a sharded step can't avoid over gloo, bucket by bucket, with nothing else around it.
+
+    Each rank sends every other its part of flat memory of the model's size, adds up what it gets,
+    steps a flat AdamW on its own part and sends that to all.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        share = -(-numel // world_size)
+        self._parameters = torch.zeros(world_size, share)
+        self._gradients = torch.zeros(world_size, share)
+        self._received = torch.zeros(world_size, share)
+        self._own = nn.Parameter(self._parameters[rank])
+        self._own.grad = self._gradients[rank]
+        super().__init__(module, AdamW([self._own], **FUSED))
+
+    def clip_(self, max_norm: float) -> None:
+        """Nothing."""
+
+    def step_(self) -> None:
+        """Reduces, steps and gathers."""
+        rank, peers = (
+            dist.get_rank(),
+            [p for p in range(dist.get_world_size()) if p != dist.get_rank()],
+        )
+        for sources, targets in (
+            (self._gradients, self._received),
+            ([self._own.detach()] * dist.get_world_size(), self._parameters),
+        ):
+            receiving = [(dist.irecv(targets[peer], peer), peer) for peer in peers]
+            sending = [dist.isend(sources[peer], peer) for peer in peers]
+            for work, peer in receiving:
+                work.wait()
+                if targets is self._received:
+                    self._gradients[rank].add_(targets[peer])
+            if targets is self._received:
+                self.optimizer.step()
+            for work in sending:
+                work.wait()
+        self.module.zero_grad()
+
+
+class DeepSpeedEngine(Trainer):
+    """DeepSpeed's engine, which clips inside its step."""
+
+    def backward(self, loss: Tensor) -> None:
+        """See :class:`Trainer`."""
+        self.module.backward(loss)  # type: ignore[operator] # an engine has it
+
+    def clip_(self, max_norm: float) -> None:
+        """Lets the next step clip."""
+        self.optimizer.clip_grad = max_norm  # type: ignore[attr-defined] # DeepSpeed's own
+
+    def step_(self) -> None:
+        """See :class:`Trainer`."""
+        self.module.step()  # type: ignore[operator] # an engine has it
+
+
+def _deepspeed(stage: int) -> Callable[[nn.Module], Trainer]:
+    def build(module: nn.Module) -> Trainer:
+        rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size})
+        deepspeed = importlib.import_module("deepspeed")
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        backend = importlib.import_module("deepspeed.comm.torch")
+        with mock.patch.object(backend, "build_shm_op", return_value=None):  # it would compile C++
+            deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        engine, zero, _, _ = deepspeed.initialize(
+            model=module,
+            optimizer=AdamW(module.parameters(), **FUSED),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": stage},
+            },
+        )
+        return DeepSpeedEngine(engine, zero, zero.optimizer)
+
+    return build
 
 
 def _tensorplay_zero(*, bucket_view: bool) -> Callable[[nn.Module], Trainer]:
@@ -365,7 +453,20 @@ CANDIDATES = {
             _torch_zero(ADAMW),
             is_exact=False,
         ),
+        Candidate(FLOOR, "floor: send, receive, AdamW on 1/W, flat", "floor", Floor, trains=False),
         Candidate("oss", "fairscale OSS", "fairscale", _fairscale_oss, needs="fairscale.optim.oss"),
+        *(
+            Candidate(
+                f"deepspeed-{stage}",
+                f"DeepSpeed ZeRO-{stage}",
+                "DeepSpeed",
+                _deepspeed(stage),
+                is_exact=False,
+                tolerance=NORM_TOLERANCE,
+                needs="deepspeed",
+            )
+            for stage in (1, 2)
+        ),
         Candidate("zero", "tensorplay ZeRO", "tensorplay", _tensorplay_zero(bucket_view=False)),
         Candidate(
             "zero-view",

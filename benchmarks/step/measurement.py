@@ -209,7 +209,8 @@ def compare(
 
     Returns:
         By candidate the relative difference, largest over ranks; 0.0 only if all parameters are
-        equal bit for bit; ``None`` where one of the two clips and the other doesn't.
+        equal bit for bit; ``None`` where one of the two clips and the other doesn't, or it doesn't
+        train.
     """
     for candidate in candidates:
         loop = loops[candidate.name]
@@ -222,7 +223,7 @@ def compare(
         own, reference = loops[candidate.name], loops[candidate.reference]
         differences[candidate.name] = (
             max(_from_all_ranks(_relative_difference(own.trainer, reference.trainer)))
-            if own.clipping == reference.clipping
+            if own.clipping == reference.clipping and candidate.trains
             else None
         )
     return differences
@@ -246,6 +247,8 @@ def report_agreement(
 
 def judge(candidate: Candidate, difference: float | None) -> tuple[str, bool]:
     """How the parameters compare with the reference's, and whether that's as it should be."""
+    if not candidate.trains:
+        return "-", True
     if difference is None or candidate.name == candidate.reference:
         return "reference", True
     if difference == 0.0:

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.step.candidates import KERNEL_TOLERANCE, NORM_TOLERANCE, REFERENCE
+from benchmarks.step.candidates import FLOOR, KERNEL_TOLERANCE, NORM_TOLERANCE, REFERENCE
 from benchmarks.step.measurement import CHECKED_STEPS, PHASES
 from benchmarks.step.models import MODELS
 from benchmarks.step.results import Conditions, ModelResults, Row
@@ -15,6 +15,7 @@ COLOURS = {
     "DDP": "#999999",
     "torch": "#E69F00",
     "fairscale": "#56B4E9",
+    "DeepSpeed": "#D55E00",
     "tensorplay": "#009E73",
 }
 OTHER_COLOUR = "#CC79A7"
@@ -23,6 +24,7 @@ HEADER = (
     *(f"{phase} ms" for phase in PHASES),
     "ratio",
     "p10-p90",
+    "overhead / floor",
     "state MB",
     "sent MB",
     "sent / params",
@@ -75,6 +77,11 @@ def explain(conditions: Conditions) -> list[str]:
         "group. † No clipping, and the ratio is to DDP without clipping. Ratios that differ by less "
         "than the spread, or by less than 10 %, are a tie."
     )
+    floor = (
+        "Overhead / floor: the total without local forward and backward, over the same of the floor: "
+        "what sending and receiving the gradients and parameters once and AdamW on 1/W of them take, "
+        "flat and without clipping."
+    )
     parameters = (
         f"Parameters: how they compare with the reference's after {CHECKED_STEPS} steps from the "
         f"same start; the relative difference of all together in the 2-norm, of which "
@@ -86,6 +93,7 @@ def explain(conditions: Conditions) -> list[str]:
     return [
         method,
         ratio,
+        floor,
         f"State: bytes of optimizer state, largest over ranks. {HOW}",
         parameters,
         f"{place}{versions}.",
@@ -114,12 +122,22 @@ def _cells(row: Row, result: ModelResults) -> list[str]:
         *(f"{row.milliseconds[phase]:.1f}" for phase in PHASES),
         f"{row.ratio.median:.2f}",
         f"{row.ratio.low:.2f}-{row.ratio.high:.2f}",
+        _overhead(row, result),
         f"{row.state_nbytes / 1e6:.1f}",
         "n/a" if sent is None else f"{sent / 1e6:.1f}",
         "n/a" if sent is None else f"{sent / size:.2f}",
         f"{row.num_collectives:g}",
         row.verdict,
     ]
+
+
+def _overhead(row: Row, result: ModelResults) -> str:
+    """What a step takes beyond local forward and backward, over what the floor takes beyond them."""
+    floor = next((each.milliseconds for each in result.rows if each.candidate.name == FLOOR), None)
+    if floor is None or row.milliseconds is None:
+        return "n/a"
+    local = floor["forward"] + floor["backward"]
+    return f"{(row.milliseconds['total'] - local) / (floor['total'] - local):.1f}"
 
 
 def plot(path: Path, conditions: Conditions, results: Sequence[ModelResults]) -> None:
