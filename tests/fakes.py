@@ -101,6 +101,16 @@ class _Deferred:
             finish()
 
 
+class _DeferredMaximum:
+    """Integers of all ranks, when they are awaited."""
+
+    def __init__(self, collect: Callable[[], list[list[int]]]) -> None:
+        self._collect = collect
+
+    def wait(self) -> list[int]:
+        return [max(each) for each in zip(*self._collect(), strict=True)]
+
+
 class FakeCommunicator:
     """The verbs of ``Communicator`` between threads.
 
@@ -233,10 +243,16 @@ class FakeCommunicator:
         self.received.append(Message("receive_bytes", len(payload)))
         return payload
 
-    def max_(self, values: list[int]) -> list[int]:
+    def start_max(self, values: list[int]) -> "_DeferredMaximum":
         self._count("max_", 8 * len(values))
-        exchanged = self._exchange(("max_", len(values)), values)
-        return [max(each) for each in zip(*exchanged, strict=True)]
+        signature = ("max_", len(values))
+        number = self._post(signature, values)
+        return _DeferredMaximum(
+            lambda: self._world.collect(number, self.members.group_rank, signature)
+        )
+
+    def max_(self, values: list[int]) -> list[int]:
+        return self.start_max(values).wait()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         self._count("all_gather_bytes", len(payload))

@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from tensorplay.distributed.optim._core import tagged_json
-from tensorplay.distributed.optim._core.collectives import CommunicationError, Communicator
+from tensorplay.distributed.optim._core.collectives import (
+    CommunicationError,
+    Communicator,
+    PendingMaximum,
+)
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
 
@@ -33,6 +37,25 @@ class Description:
     def __init__(self, value: Json) -> None:
         self.value = value
         self.digest = _digest(value)
+
+
+class Settlement:
+    """A call that is being settled."""
+
+    def __init__(
+        self,
+        agreement: "Agreement",
+        pending: PendingMaximum,
+        call: str,
+        description: Description,
+        error: BaseException | None,
+    ) -> None:
+        self._agreement = agreement
+        self._arguments = pending, call, description, error
+
+    def wait(self) -> int:
+        """See :meth:`Agreement.settle`."""
+        return self._agreement.conclude(*self._arguments)
 
 
 class Agreement:
@@ -58,6 +81,8 @@ class Agreement:
     ) -> int:
         """Returns the largest ``flag`` of all ranks if they agree, else raises on every rank.
 
+        :meth:`start` and ``wait()`` in one.
+
         Args:
             call: the public call that this is, for instance ``"step"``.
             description: what must be the same on every rank.
@@ -70,17 +95,46 @@ class Agreement:
             RankDisagreementError: if calls or descriptions differ.
             CommunicationError: if some rank doesn't come within the group's time-out, or has died.
         """
+        return self.start(call, description, error, flag).wait()
+
+    def start(
+        self,
+        call: str,
+        description: Json | Description = None,
+        error: BaseException | None = None,
+        flag: int = 0,
+    ) -> "Settlement":
+        """Begins to settle a call, so that something else can be done until the others have come.
+
+        Its ``wait()`` must be called before anything else is begun that needs all ranks to agree.
+        """
         if not isinstance(description, Description):
             description = Description(description)
         facts = [_digest(call), description.digest]
+        values = [*facts, *(-fact for fact in facts), int(error is not None), flag]
         try:
-            agreed = self._communicator.max_(
-                [*facts, *(-fact for fact in facts), int(error is not None), flag]
-            )
+            pending = self._communicator.start_max(values)
         except RuntimeError as failure:
-            raise CommunicationError(
-                f"{self._owner}.{call}: not every rank has come to the same call: {failure}"
-            ) from (error or failure)
+            raise self._nobody_came(call, failure) from (error or failure)
+        return Settlement(self, pending, call, description, error)
+
+    def _nobody_came(self, call: str, failure: RuntimeError) -> CommunicationError:
+        return CommunicationError(
+            f"{self._owner}.{call}: not every rank has come to the same call: {failure}"
+        )
+
+    def conclude(
+        self,
+        pending: PendingMaximum,
+        call: str,
+        description: Description,
+        error: BaseException | None,
+    ) -> int:
+        """For :class:`Settlement`: see :meth:`settle`."""
+        try:
+            agreed = pending.wait()
+        except RuntimeError as failure:
+            raise self._nobody_came(call, failure) from (error or failure)
         highest, lowest, failed = agreed[:2], [-fact for fact in agreed[2:4]], agreed[4]
         if highest == lowest and not failed:
             return agreed[5]

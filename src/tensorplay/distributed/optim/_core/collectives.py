@@ -85,11 +85,21 @@ class Communicator(Protocol):
     def transport_device(self) -> torch.device:
         """A device whose tensors can take part, the CPU where it can. No communication."""
 
+    def start_max(self, values: list[int]) -> "PendingMaximum":
+        """The element-wise maximum over ranks, when it's awaited; blocks the host then."""
+
     def max_(self, values: list[int]) -> list[int]:
-        """The element-wise maximum over ranks; blocks the host."""
+        """The same at once."""
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload by group rank, of any lengths; blocks the host."""
+
+
+class PendingMaximum(Protocol):
+    """Integers under way."""
+
+    def wait(self) -> list[int]:
+        """Blocks the host until they are there."""
 
 
 class CommunicationError(RuntimeError):
@@ -289,11 +299,17 @@ class GroupCommunicator:
             dist.recv(payload, peer, group=self._control_group)
         return _bytes_of(payload)
 
-    def max_(self, values: list[int]) -> list[int]:
+    def start_max(self, values: list[int]) -> PendingMaximum:
         """See :class:`Communicator`."""
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._control_group)
-        return [int(value) for value in tensor.tolist()]
+        work = dist.all_reduce(
+            tensor, dist.ReduceOp.MAX, group=self._control_group, async_op=True
+        )
+        return _Maximum(work, tensor)
+
+    def max_(self, values: list[int]) -> list[int]:
+        """See :class:`Communicator`."""
+        return self.start_max(values).wait()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """See :class:`Communicator`."""
@@ -304,6 +320,19 @@ class GroupCommunicator:
         dist.all_gather(gathered, own, group=self._control_group)
         messages = [_bytes_of(message) for message in gathered]
         return [message[8:][: int.from_bytes(message[:8], "little")] for message in messages]
+
+
+class _Maximum:
+    """Integers in a tensor, when the work is done."""
+
+    def __init__(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
+        self._work = work
+        self._tensor = tensor
+
+    def wait(self) -> list[int]:
+        if self._work is not None:
+            self._work.wait()
+        return [int(value) for value in self._tensor.tolist()]
 
 
 class _Divided:

@@ -50,8 +50,16 @@ class GradientBucket(Protocol):
     def local(self) -> torch.Tensor:
         """``(numel,)``: this rank's gradients as the layout says, zeros where it has none."""
 
-    def destination(self, local: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """``(end - start,)``: memory for the average of that stretch; it may be ``local``'s own."""
+    def destination(
+        self, local: torch.Tensor, start: int, end: int, *, reuse: bool
+    ) -> torch.Tensor:
+        """``(end - start,)``: memory for the average of that stretch; it may be ``local``'s own.
+
+        Args:
+            local: what :meth:`local` has returned.
+            start, end: the stretch.
+            reuse: whether the last average isn't needed any more.
+        """
 
     def views(self, result: torch.Tensor, start: int) -> dict[int, torch.Tensor]:
         """Gradients by parameter, of those that lie as a whole in a result that begins at ``start``."""
@@ -131,7 +139,14 @@ class PackedGradients:
                 view.copy_(gradient.detach())
         return flat
 
-    def destination(self, local: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    def destination(
+        self,
+        local: torch.Tensor,
+        start: int,
+        end: int,
+        *,
+        reuse: bool,  # noqa: ARG002 - the protocol has it
+    ) -> torch.Tensor:
         """In place if the buffer stays or all of it is owned, else apart, so that it can go."""
         if self._keep or end - start == local.numel():
             return local[start:end]
@@ -228,15 +243,26 @@ class PackedWhenSent(PackedGradients):
 
 
 class SoleGradient:
-    """One large parameter, whose gradient is sent from its own memory."""
+    """One large parameter, whose gradient is sent from its own memory.
+
+    Args:
+        layout: where it lies: from the start.
+        specs: all parameters' specs, by index.
+        parameters: all parameters, by index.
+        keep: whether the memory of a part's average stays allocated between passes.
+    """
 
     def __init__(
         self,
         layout: BucketLayout,
         specs: Sequence[ParameterSpec],
         parameters: Sequence[torch.Tensor],
+        *,
+        keep: bool,
     ) -> None:
         self.layout = layout
+        self._keep = keep
+        self._kept: torch.Tensor | None = None
         (slot,) = layout.slots
         self._index = slot.parameter
         self._spec = specs[slot.parameter]
@@ -265,11 +291,18 @@ class SoleGradient:
             gradient = planned.copy_(gradient)
         return gradient.as_strided((numel,), (1,))
 
-    def destination(self, local: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        """In place if all of it is owned."""
+    def destination(
+        self, local: torch.Tensor, start: int, end: int, *, reuse: bool
+    ) -> torch.Tensor:
+        """In place if all of it is owned, else apart, so that the gradient can go."""
         if end - start == local.numel():
             return local
-        return local.new_empty(end - start)
+        kept, self._kept = self._kept, None
+        if not reuse or kept is None or kept.numel() != end - start or kept.dtype != local.dtype:
+            kept = local.new_empty(end - start)
+        if self._keep:
+            self._kept = kept
+        return kept
 
     def views(self, result: torch.Tensor, start: int) -> dict[int, torch.Tensor]:
         """See :class:`GradientBucket`."""

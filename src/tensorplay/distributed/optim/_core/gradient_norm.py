@@ -17,24 +17,19 @@ STRETCH_NUMEL = 64 * 1024
 
 
 @torch.no_grad()
-def norm_across_ranks(
-    communicator: Communicator,
-    gradients: Sequence[torch.Tensor],
-    norm_type: float,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
+def norm_of_own(
+    gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """The norm of all ranks' gradients together, on every rank. Every rank must call it.
+    """What this rank contributes to the norm of all gradients. No communication.
 
     Args:
-        communicator: carries one scalar.
         gradients: those that count here; each element counts on one rank.
         norm_type: p > 0 of the p-norm, or ``inf``.
-        device: where to compute; the group must be able to send from it.
-        dtype: of the result, the same on every rank.
+        device: where to compute.
 
     Returns:
-        A scalar on ``device``; nothing waits for the device.
+        A float64 scalar on ``device``: the sum of powers, or the maximum. Nothing waits for the
+        device.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -52,6 +47,27 @@ def norm_across_ranks(
             partial = torch.maximum(partial, norms.max())
         else:
             partial = partial + norms.pow(norm_type).sum()
+    return partial
+
+
+@torch.no_grad()
+def norm_across_ranks(
+    communicator: Communicator,
+    partial: torch.Tensor,
+    norm_type: float,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The norm of all ranks' gradients together, on every rank. Every rank must call it.
+
+    Args:
+        communicator: carries one scalar; the group must be able to send from its device.
+        partial: what :func:`norm_of_own` has returned.
+        norm_type: p > 0 of the p-norm, or ``inf``.
+        dtype: of the result, the same on every rank.
+
+    Returns:
+        A scalar on ``partial``'s device; nothing waits for the device.
+    """
     if math.isinf(norm_type):
         # A maximum over ranks may lose what isn't a number: that travels beside it.
         facts = torch.stack([partial.nan_to_num(0.0, torch.inf), partial.isnan().double()])

@@ -20,6 +20,8 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -33,6 +35,7 @@ from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, Slot,
 from tensorplay.distributed.optim._core.collectives import (
     CommunicationError,
     Communicator,
+    Waitable,
 )
 from tensorplay.distributed.optim._core.gradient_buckets import (
     AveragedMark,
@@ -44,6 +47,7 @@ from tensorplay.distributed.optim._core.gradient_buckets import (
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
 from tensorplay.distributed.optim._core.rank_order_sum import average_
+from tensorplay.distributed.optim._core.receive_memory import ReceiveMemory
 from tensorplay.distributed.optim._core.reduction_schedule import (
     AfterBackward,
     DuringBackward,
@@ -55,7 +59,13 @@ from tensorplay.distributed.optim._core.transfers import Transfer
 from tensorplay.distributed.optim._core.usage import Usage
 
 NUM_IN_FLIGHT = 2
-"""Exchanges under way at a time."""
+"""Exchanges under way at a time, if they are large."""
+
+ROUND_BYTES = 4 * 1024 * 1024
+"""What a rank receives at a time, so that it can average while the next is under way."""
+
+LEAST_MESSAGE_BYTES = 1024 * 1024
+"""Shorter messages aren't made for that."""
 
 NUM_KEPT = 2
 """Flat buffers that stay allocated between passes."""
@@ -103,8 +113,10 @@ class GradientReducer:
         self._foreign: list[torch.Tensor] = []
         self._set_aside: dict[int, torch.Tensor] = {}
         self._cut: dict[GradientBucket, tuple[Slot, ...]] = {}
+        self._receive_memory = ReceiveMemory(capacity_bytes)
         self._partial: dict[int, PartialGradient] = {}
         self._sentinels: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._finiteness: list[_Finiteness] = []
         self._mark = AveragedMark()
         self._syncs = True
         self._has_unreduced_passes = False
@@ -166,7 +178,9 @@ class GradientReducer:
                 self._reduced_by_default[slot.parameter] = layout.trainable
                 self._watched.append(self.parameters[slot.parameter])
             if len(layout.slots) == 1:
-                self.buckets.append(SoleGradient(layout, specs, self.parameters))
+                # Other devices have allocators that keep memory.
+                keep = self._stage is None and layout.device.type == "cpu"
+                self.buckets.append(SoleGradient(layout, specs, self.parameters, keep=keep))
             elif self._stage is not None:
                 self.buckets.append(PackedWhenSent(layout, specs, self.parameters))
             else:
@@ -449,26 +463,62 @@ class GradientReducer:
     def _transfers(self, used: set[int]) -> Iterator[Transfer]:
         """Launches exchanges, and yields them in order, while the next are under way."""
         in_flight: deque[Transfer] = deque()
-        for bucket in self.buckets:
-            if used.isdisjoint(slot.parameter for slot in bucket.layout.slots):
-                continue
-            for transfer in self.launch(bucket):
-                in_flight.append(transfer)
-                # A bucket of one parameter occupies one direction of a link: several fill both.
-                while (
-                    len(in_flight) >= NUM_IN_FLIGHT
-                    and sum(each.local.nbytes for each in in_flight) > self._capacity_bytes
-                ):
-                    yield in_flight.popleft()
+        buckets = [
+            bucket
+            for bucket in self.buckets
+            if not used.isdisjoint(slot.parameter for slot in bucket.layout.slots)
+        ]
+        for transfer in self._launch_all(buckets):
+            in_flight.append(transfer)
+            while (
+                len(in_flight) >= NUM_IN_FLIGHT
+                and sum(each.nbytes for each in in_flight) > self._capacity_bytes
+            ):
+                yield in_flight.popleft()
         yield from in_flight
 
-    def launch(self, bucket: GradientBucket) -> Iterator[Transfer]:
-        """See :class:`Reductions`."""
+    def _launch_all(self, buckets: Iterable[GradientBucket]) -> Iterator[Transfer]:
+        """Launches exchanges of several buckets in turn.
+
+        The slices of a bucket that belongs to one rank travel one way only. So buckets of different
+        owners take turns, and links are filled both ways.
+        """
+        queues: dict[tuple[int, ...], deque[GradientBucket]] = {}
+        for bucket in buckets:
+            owners = (r for r, (start, end) in enumerate(pairwise(bucket.layout.cuts)) if start < end)
+            queues.setdefault(tuple(owners), deque()).append(bucket)
+        running = [
+            _Lane(len(owners), itertools.chain.from_iterable(map(self._launch_in_rounds, queue)))
+            for owners, queue in queues.items()
+        ]
+        while running:
+            lane = min(running, key=operator.attrgetter("nbytes_per_owner"))  # the first of equal ones
+            transfer = next(lane.transfers, None)
+            if transfer is None:
+                running.remove(lane)
+                continue
+            lane.nbytes_per_owner += transfer.nbytes / lane.num_owners
+            yield transfer
+
+    def _launch_in_rounds(self, bucket: GradientBucket) -> Iterator[Transfer]:
+        return self.launch(bucket, ROUND_BYTES)
+
+    def launch(
+        self, bucket: GradientBucket, round_nbytes: int | None = None
+    ) -> Iterator[Transfer]:
+        """See :class:`Reductions`.
+
+        Args:
+            bucket: whose gradients are there.
+            round_nbytes: how much a rank receives at a time; as much as it may, if ``None``.
+        """
         members, layout = self._communicator.members, bucket.layout
+        num_peers = max(1, members.world_size - 1)
         own_start, own_end = self._own_extent(layout)
-        longest = max(
-            1, self._capacity_bytes // layout.dtype.itemsize // max(1, members.world_size - 1)
-        )
+        each_nbytes = self._capacity_bytes // num_peers
+        if round_nbytes is not None:
+            each_nbytes = min(each_nbytes, max(round_nbytes // num_peers, LEAST_MESSAGE_BYTES))
+        longest = max(1, each_nbytes // layout.dtype.itemsize)
         rounds = extents_in_rounds(layout.cuts, longest)
         local = bucket.local()
         payload = self._payload(local)
@@ -478,22 +528,29 @@ class GradientReducer:
             and result.dtype == payload.dtype
             and result.untyped_storage().data_ptr() != payload.untyped_storage().data_ptr()
         )
+        # The first peer's part is received where the average belongs, if that's apart.
+        first_peer = int(members.group_rank == 0) if fills else None
         for number, extents in enumerate(rounds):
             start, end = extents[members.group_rank]
+            lengths = [end - start for start, end in extents]
             destination = None if result is None else result[start - own_start : end - own_start]
-            # The first peer's part is received where the average belongs, if that's apart.
-            first_peer = int(members.group_rank == 0) if fills else None
             outgoing = [
                 (rank, payload[slice(*extents[rank])])
                 for rank in members
                 if rank != members.group_rank and extents[rank][0] < extents[rank][1]
             ]
+            lent, parts = None, iter(())
+            num_lent = (num_peers - fills) * (end - start)
+            if num_lent and members.world_size > 1:
+                size = payload.element_size()
+                lent = self._receive_memory.lend(num_lent * size, num_peers * longest * size, layout.device)
+                parts = iter(lent[: num_lent * size].view(payload.dtype).split(end - start))
             contributions = [
                 local[start:end]
                 if rank == members.group_rank
                 else destination
                 if rank == first_peer and destination is not None
-                else payload.new_empty(end - start)
+                else next(parts)
                 for rank in members
                 if start < end
             ]
@@ -509,7 +566,9 @@ class GradientReducer:
                 payload,
                 destination,
                 contributions,
+                lent,
                 result,
+                max(sum(lengths), num_peers * max(lengths)) * layout.dtype.itemsize,
                 is_last=number == len(rounds) - 1,
             )
 
@@ -521,7 +580,8 @@ class GradientReducer:
         self, bucket: GradientBucket, local: torch.Tensor, start: int, end: int
     ) -> torch.Tensor:
         """``(end - start,)``: memory for what this rank averages."""
-        return bucket.destination(local, start, end)
+        reuse = not any(slot.parameter in self._set_aside for slot in bucket.layout.slots)
+        return bucket.destination(local, start, end, reuse=reuse)
 
     def finish(self, transfer: Transfer) -> torch.Tensor | None:
         """See :class:`Reductions`."""
@@ -541,6 +601,9 @@ class GradientReducer:
                 self.divisor,
                 tell_finiteness=self._tells_finiteness,
             )
+        transfer.contributions.clear()
+        if transfer.lent is not None:
+            self._receive_memory.take_back(transfer.lent)
         return finite
 
     def show(self, transfer: Transfer, used: set[int]) -> None:
@@ -577,10 +640,22 @@ class GradientReducer:
         if part is not None:
             if isinstance(before, PartialGradient) and before.own is not None:
                 part.add_(before.own)
-            return PartialGradient(parameter, (part, self._sentinel(parameter)), part)
+            return self._made_partial(parameter, part)
         if index not in self._partial:
-            self._partial[index] = PartialGradient(parameter, (self._sentinel(parameter),))
+            self._partial[index] = self._made_partial(parameter, None)
         return self._partial[index]
+
+    def _made_partial(
+        self, parameter: torch.Tensor, own: torch.Tensor | None
+    ) -> PartialGradient:
+        sentinel, method = self._sentinel(parameter), weakref.WeakMethod(self._complete_sentinels)
+
+        def complete() -> None:
+            if (found := method()) is not None:
+                found()
+
+        parts = (sentinel,) if own is None else (own, sentinel)
+        return PartialGradient(parameter, parts, own, complete)
 
     def _sentinel(self, parameter: torch.Tensor) -> torch.Tensor:
         """Not finite where some rank's gradients aren't; a part of every partial gradient."""
@@ -595,17 +670,26 @@ class GradientReducer:
 
     def _agree_on_finiteness(self, scalars: Sequence[torch.Tensor]) -> None:
         """Lets every partial gradient show whether some rank's are infinite or not a number."""
+        self._complete_sentinels()
         devices = dict.fromkeys(bucket.layout.device for bucket in self.buckets)
         for device in devices:
             local = [scalar for scalar in scalars if scalar.device == device]
             infinite = torch.zeros(1, dtype=torch.uint8, device=device)
             if local:
                 infinite += ~torch.isfinite(torch.stack(local)).all()  # a sum might overflow
-            self._communicator.all_reduce_(infinite, "max").wait()
-            for (_, place), sentinel in self._sentinels.items():
-                if place == device:
-                    worst = torch.where(infinite.bool(), torch.inf, 0.0).to(sentinel.dtype)
-                    sentinel.copy_(sentinel + worst if self._adds_up else worst)
+            gathering = self._communicator.all_reduce_(infinite, "max")
+            self._finiteness.append(_Finiteness(gathering, infinite, self._adds_up))
+
+    @torch.no_grad()
+    def _complete_sentinels(self) -> None:
+        """Waits for what ranks tell each other, which few ask for before the next step."""
+        pending, self._finiteness = self._finiteness, []
+        for each in pending:
+            each.gathering.wait()
+            for (_, device), sentinel in self._sentinels.items():
+                if device == each.infinite.device:
+                    worst = torch.where(each.infinite.bool(), torch.inf, 0.0).to(sentinel.dtype)
+                    sentinel.copy_(sentinel + worst if each.adds_up else worst)
 
     def _drop_cleared(self) -> None:
         """Follows a model's ``zero_grad()``, which can't see what was set aside."""
@@ -639,7 +723,7 @@ class GradientReducer:
                 gradient = self._apart(gradient)
             elif gradient.own is not None:
                 own = self._apart(gradient.own)
-                gradient = PartialGradient(parameter, (own, self._sentinel(parameter)), own)
+                gradient = self._made_partial(parameter, own)
             self._set_aside[index] = gradient
             parameter.grad = None
 
@@ -677,6 +761,24 @@ class GradientReducer:
     def num_begun(self) -> int:
         """How many backward passes have begun on this rank."""
         return self.backward_pass.num_begun
+
+
+@dataclass
+class _Finiteness:
+    """Whether some rank's gradients aren't finite, as soon as all have told."""
+
+    gathering: Waitable
+    infinite: torch.Tensor
+    adds_up: bool
+
+
+@dataclass
+class _Lane:
+    """Exchanges that go to the same owners."""
+
+    num_owners: int
+    transfers: Iterator[Transfer]
+    nbytes_per_owner: float = 0.0
 
 
 _grad_of = operator.attrgetter("grad")

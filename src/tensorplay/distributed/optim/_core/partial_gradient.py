@@ -40,10 +40,12 @@ class PartialGradient(torch.Tensor):
         parts: tensors of its dtype and device; several gradients may share a part.
         own: one of the parts: the stretch that this rank owns, flat, in the order in which the
             elements lie in memory; ``None`` if it owns nothing.
+        complete: called before the parts are used; it may wait for what is still to come of them.
     """
 
     parts: tuple[torch.Tensor, ...]
     own: torch.Tensor | None
+    complete: Callable[[], None]
 
     @staticmethod
     def __new__(
@@ -51,6 +53,7 @@ class PartialGradient(torch.Tensor):
         like: torch.Tensor,
         parts: Sequence[torch.Tensor] = (),
         own: torch.Tensor | None = None,
+        complete: Callable[[], None] = lambda: None,
     ) -> Self:
         made: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way to make one
             cls,
@@ -62,6 +65,7 @@ class PartialGradient(torch.Tensor):
         )
         made.parts = tuple(parts)
         made.own = own
+        made.complete = complete
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch leaves it untyped
@@ -80,7 +84,7 @@ class PartialGradient(torch.Tensor):
         kwargs: dict[Any, Any] | None = None,
     ) -> Any:
         if func is _aten.detach.default:
-            return PartialGradient(args[0], args[0].parts, args[0].own)
+            return PartialGradient(args[0], args[0].parts, args[0].own, args[0].complete)
         if func not in _ELEMENTWISE:
             raise TypeError(
                 f"{func} needs a whole gradient, but this rank holds only a part of it: the gradients "
@@ -96,6 +100,9 @@ def _on_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     target, *rest = args
     if any(isinstance(leaf, PartialGradient) for leaf in tree_flatten((rest, kwargs))[0]):
         raise TypeError(f"{func} can't combine partial gradients")
+    for each in (target,) if isinstance(target, torch.Tensor) else target:
+        if isinstance(each, PartialGradient):
+            each.complete()
     if isinstance(target, PartialGradient):
         for part in target.parts:
             func(part, *rest, **kwargs)

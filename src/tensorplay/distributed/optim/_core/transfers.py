@@ -19,7 +19,9 @@ class Transfer:
         payload: ``(numel,)`` what other ranks get of it: ``local`` itself, or a compressed copy.
         destination: where the average of this round's stretch belongs; ``None`` if it's another's.
         contributions: each rank's part of that stretch, by rank.
+        lent: memory in which some of them have come, to be given back.
         result: all of this rank's slice of the bucket; ``None`` if it owns nothing.
+        nbytes: how much travels in this round to the rank that gets most; the same on every rank.
         is_last: whether the bucket is complete with this round.
     """
 
@@ -29,5 +31,7 @@ class Transfer:
     payload: torch.Tensor
     destination: torch.Tensor | None
     contributions: list[torch.Tensor]
+    lent: torch.Tensor | None
     result: torch.Tensor | None
+    nbytes: int
     is_last: bool

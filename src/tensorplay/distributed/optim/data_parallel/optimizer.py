@@ -17,7 +17,11 @@ from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.alone import Alone
 from tensorplay.distributed.optim._core.collectives import Communicator, connect
-from tensorplay.distributed.optim._core.gradient_norm import clip_by_norm_, norm_across_ranks
+from tensorplay.distributed.optim._core.gradient_norm import (
+    clip_by_norm_,
+    norm_across_ranks,
+    norm_of_own,
+)
 from tensorplay.distributed.optim._core.joined_calls import FollowWhenJoined, JoinedCalls
 from tensorplay.distributed.optim._core.local_shard import is_dtensor
 from tensorplay.distributed.optim._core.parameter_checks import (
@@ -382,9 +386,8 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
         doubles = any(p.dtype.to_real() is torch.float64 for p in self._parameters)
         self.grad_norm = norm_across_ranks(
             self._communicator,
-            counted,
+            norm_of_own(counted, 2.0, self._parameters[0].device),
             2.0,
-            self._parameters[0].device,
             torch.float64 if doubles else torch.float32,
         )
         clip_by_norm_(everything, self.grad_norm, self.clip_grad_norm, error_if_nonfinite=False)

@@ -29,6 +29,7 @@ from tensorplay.distributed.optim._core.gradient_norm import (
     clip_by_norm_,
     find_unclippable,
     norm_across_ranks,
+    norm_of_own,
 )
 from tensorplay.distributed.optim._core.joined_calls import FollowWhenJoined, JoinedCalls
 from tensorplay.distributed.optim._core.local_shard import (
@@ -522,17 +523,30 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )
-        self._settle_gradients(
+        problem = (
+            self._gradients.find_unfinished()
+            or self._gradients.find_unclippable()
+            or find_unclippable(self._parameters, norm_type)
+        )
+        flag = int(self._gradients.has_unreduced())
+        settlement = self._agreement.start(
             "clip_grad_norm_",
             {"max_norm": repr(max_norm), "norm_type": repr(norm_type)},
-            self._gradients.find_unclippable() or find_unclippable(self._parameters, norm_type),
+            problem,
+            flag,
         )
+        device = self._parameters[0].device
+        owned: list[torch.Tensor] = []
+        if not (problem or flag):  # while the others come
+            owned = self._gradients.owned_stretches()
+            partial = norm_of_own(owned, norm_type, device)
+        if settlement.wait():
+            self._gradients.reduce("clip_grad_norm_ (reduce)")
+            owned = self._gradients.owned_stretches()
+            partial = norm_of_own(owned, norm_type, device)
         doubles = any(p.dtype.to_real() is torch.float64 for p in self._parameters)
         dtype = torch.float64 if doubles else torch.float32
-        owned = self._gradients.owned_stretches()
-        norm = norm_across_ranks(
-            self._communicator, owned, norm_type, self._parameters[0].device, dtype
-        )
+        norm = norm_across_ranks(self._communicator, partial, norm_type, dtype)
         clip_by_norm_([*owned, *self._gradients.others()], norm, max_norm, error_if_nonfinite)
         return norm
 
@@ -776,11 +790,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     @torch.no_grad()
     def _gather_parameters(self, error: Exception | None) -> None:
         """Gathers the trainable buckets, and the frozen ones if one was thawed since the plan."""
+        failure, thawed = None, int(self._owned_frozen_was_thawed())
+        settlement = self._agreement.start("step (update)", error=error, flag=thawed)
         if self._forward_gather is None:
             self._buckets.gather(self._communicator, trainable=True)
-        failure, thawed = None, int(self._owned_frozen_was_thawed())
         try:
-            thawed = self._agreement.settle("step (update)", error=error, flag=thawed)
+            thawed = settlement.wait()
         except CommunicationError:
             raise
         except Exception as problem:  # noqa: BLE001 - raised below, when the replicas agree again
