@@ -243,16 +243,13 @@ class FakeCommunicator:
         self.received.append(Message("receive_bytes", len(payload)))
         return payload
 
-    def start_max(self, values: list[int]) -> "_DeferredMaximum":
+    def max_(self, values: list[int]) -> "_DeferredMaximum":
         self._count("max_", 8 * len(values))
         signature = ("max_", len(values))
         number = self._post(signature, values)
         return _DeferredMaximum(
             lambda: self._world.collect(number, self.members.group_rank, signature)
         )
-
-    def max_(self, values: list[int]) -> list[int]:
-        return self.start_max(values).wait()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         self._count("all_gather_bytes", len(payload))

@@ -40,7 +40,7 @@ def test_gathers_may_be_awaited_in_any_order() -> None:
 def test_calls_and_bytes_are_counted() -> None:
     def gather(communicator: FakeCommunicator) -> tuple[Any, int, int]:
         communicator.gather_from_owners(torch.zeros(4), [0, 1, 4]).wait()
-        communicator.max_([1, 2])
+        communicator.max_([1, 2]).wait()
         return (
             dict(communicator.calls),
             sum(message.nbytes for message in communicator.sent),
@@ -55,7 +55,7 @@ def test_the_rank_that_failed_first_is_reported_and_the_others_are_aborted() -> 
     def fail(communicator: FakeCommunicator) -> None:
         if communicator.members.group_rank == 1:
             raise ValueError("seventeen")
-        communicator.max_([1])
+        communicator.max_([1]).wait()
 
     with pytest.raises(FakeRankError, match="rank 1 failed first: ValueError: seventeen"):
         run_fake_ranks(3, fail)
@@ -64,7 +64,7 @@ def test_the_rank_that_failed_first_is_reported_and_the_others_are_aborted() -> 
 def test_ranks_that_issue_different_collectives_are_told() -> None:
     def differ(communicator: FakeCommunicator) -> None:
         if communicator.members.group_rank:
-            communicator.max_([1])
+            communicator.max_([1]).wait()
         else:
             communicator.all_gather_bytes(b"")
 

@@ -253,7 +253,7 @@ def test_every_rank_gets_every_payload_of_any_length(three_ranks: list[dict[str,
 
 def _maximum() -> list[int]:
     rank = dist.get_rank()
-    return world().max_([rank, -rank, 2**55 + rank, -(2**55) - rank])
+    return world().max_([rank, -rank, 2**55 + rank, -(2**55) - rank]).wait()
 
 
 def test_the_maximum_is_element_wise_and_exact(two_ranks: list[dict[str, Any]]) -> None:
@@ -269,7 +269,7 @@ def _on_a_subgroup() -> dict[str, Any] | None:
     result: dict[str, Any] = {
         "members": (communicator.members.global_ranks, rank),
         "gathered": gather_slices(communicator, [1, 2], torch.float32),
-        "maximum": communicator.max_([rank, -rank]),
+        "maximum": communicator.max_([rank, -rank]).wait(),
         "bytes": communicator.all_gather_bytes(b"from %d" % dist.get_rank()),
     }
     tensor = torch.tensor([7.0 if rank == 0 else 0.0])
@@ -307,7 +307,7 @@ def _without_a_cpu_backend() -> dict[str, Any] | None:
     result = {
         "backend": communicator.describe_backend(),
         "sends": [communicator.can_send(torch.device(kind)) for kind in ("cpu", "cuda")],
-        "maximum": communicator.max_([rank]),
+        "maximum": communicator.max_([rank]).wait(),
         "payloads": communicator.all_gather_bytes(b"%d" % rank),
     }
     if rank == 0:
@@ -374,7 +374,7 @@ def _alone() -> list[Any]:
     return [
         gather_slices(communicator, [3], torch.float32),
         average(communicator, torch.ones(3)),
-        communicator.max_([4]),
+        communicator.max_([4]).wait(),
         communicator.all_gather_bytes(b"me"),
     ]
 

@@ -319,7 +319,7 @@ class _Run:
                 partition=way.partition,
                 flat_step=way.flat_step,
                 shard_gradients=way.shard_gradients,
-                overlap_with_backward=way.overlap,
+                overlap_with_backward=way.overlap if way.shard_gradients else None,
                 elementwise=True,
                 **options,
             )

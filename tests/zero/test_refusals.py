@@ -95,6 +95,17 @@ def test_options_that_contradict_the_step_inside_backward(
     run_ranks(2, _contradicts, {**options, "shard_gradients": shard_gradients}, message)
 
 
+def _reduces_nothing() -> None:
+    with pytest.raises(ValueError, match="overlap_with_backward=True says when"):
+        ZeroRedundancyOptimizer(
+            make_model().parameters(), torch.optim.SGD, overlap_with_backward=True
+        )
+
+
+def test_when_to_reduce_gradients_that_are_averaged_elsewhere() -> None:
+    run_ranks(2, _reduces_nothing)
+
+
 def _wrong_device() -> None:
     parameters = [
         torch.nn.Parameter(torch.ones(2)),

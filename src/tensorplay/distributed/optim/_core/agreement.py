@@ -113,7 +113,7 @@ class Agreement:
         facts = [_digest(call), description.digest]
         values = [*facts, *(-fact for fact in facts), int(error is not None), flag]
         try:
-            pending = self._communicator.start_max(values)
+            pending = self._communicator.max_(values)
         except RuntimeError as failure:
             raise self._nobody_came(call, failure) from (error or failure)
         return Settlement(self, pending, call, description, error)

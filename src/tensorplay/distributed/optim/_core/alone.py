@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from tensorplay.distributed.optim._core.collectives import Waitable
+from tensorplay.distributed.optim._core.collectives import PendingMaximum, Waitable
 from tensorplay.distributed.optim._core.ranks import GlobalRank, GroupMembers, GroupRank
 
 
@@ -16,6 +16,14 @@ class Done:
 
     def wait(self) -> None:
         """Returns at once."""
+
+
+class _Known:
+    def __init__(self, values: list[int]) -> None:
+        self._values = values
+
+    def wait(self) -> list[int]:
+        return self._values
 
 
 class Alone:
@@ -74,9 +82,9 @@ class Alone:
         """There is nobody."""
         raise AssertionError("there is no other rank")
 
-    def max_(self, values: list[int]) -> list[int]:
-        """See :class:`Communicator`."""
-        return values
+    def max_(self, values: list[int]) -> PendingMaximum:
+        """They are their own."""
+        return _Known(values)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """See :class:`Communicator`."""

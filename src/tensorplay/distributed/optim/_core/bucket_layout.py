@@ -5,7 +5,7 @@ elements ``[cuts[r], cuts[r + 1])``. Buckets are formed in reverse order of regi
 about the order in which backward produces gradients; within a bucket parameters stand by owner.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -74,6 +74,11 @@ class BucketLayout:
     def nbytes(self) -> int:
         """Length in bytes, padding included."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """How many bytes of it each rank owns."""
+        return tuple((end - start) * self.dtype.itemsize for start, end in pairwise(self.cuts))
 
     def cut_slots(self, start: int, end: int) -> tuple[Slot, ...]:
         """The places that lie in a stretch with a part only."""
@@ -160,6 +165,34 @@ def extents_in_rounds(cuts: Sequence[int], longest: int) -> list[tuple[tuple[int
         )
         for begin in range(0, max(lengths), longest)
     ]
+
+
+def take_turns(loads: Sequence[Sequence[int]]) -> list[int]:
+    """An order in which the owners' loads grow alike, so that links are filled both ways.
+
+    What belongs to one rank alone travels one way only.
+
+    Args:
+        loads: of each thing, how much of it each rank owns.
+
+    Returns:
+        Positions in ``loads``; those of the same owners keep their order.
+    """
+    queues: dict[tuple[int, ...], deque[int]] = {}
+    for position, load in enumerate(loads):
+        owners = tuple(rank for rank, amount in enumerate(load) if amount)
+        queues.setdefault(owners, deque()).append(position)
+    grown = [0] * max(map(len, loads), default=0)
+    order: list[int] = []
+    while queues:
+        owners = min(queues, key=lambda ranks: sum(grown[r] for r in ranks) / max(1, len(ranks)))
+        position = queues[owners].popleft()
+        if not queues[owners]:
+            del queues[owners]
+        order.append(position)
+        for rank, amount in enumerate(loads[position]):
+            grown[rank] += amount
+    return order
 
 
 def _fill(

@@ -85,11 +85,8 @@ class Communicator(Protocol):
     def transport_device(self) -> torch.device:
         """A device whose tensors can take part, the CPU where it can. No communication."""
 
-    def start_max(self, values: list[int]) -> "PendingMaximum":
-        """The element-wise maximum over ranks, when it's awaited; blocks the host then."""
-
-    def max_(self, values: list[int]) -> list[int]:
-        """The same at once."""
+    def max_(self, values: list[int]) -> "PendingMaximum":
+        """The element-wise maximum over ranks, which blocks the host when it's awaited."""
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload by group rank, of any lengths; blocks the host."""
@@ -299,21 +296,15 @@ class GroupCommunicator:
             dist.recv(payload, peer, group=self._control_group)
         return _bytes_of(payload)
 
-    def start_max(self, values: list[int]) -> PendingMaximum:
+    def max_(self, values: list[int]) -> PendingMaximum:
         """See :class:`Communicator`."""
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
-        work = dist.all_reduce(
-            tensor, dist.ReduceOp.MAX, group=self._control_group, async_op=True
-        )
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._control_group, async_op=True)
         return _Maximum(work, tensor)
-
-    def max_(self, values: list[int]) -> list[int]:
-        """See :class:`Communicator`."""
-        return self.start_max(values).wait()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """See :class:`Communicator`."""
-        (longest,) = self.max_([len(payload)])
+        (longest,) = self.max_([len(payload)]).wait()
         framed = len(payload).to_bytes(8, "little") + payload + bytes(longest - len(payload))
         own = _tensor_of(framed)
         gathered = [torch.empty_like(own) for _ in self.members]

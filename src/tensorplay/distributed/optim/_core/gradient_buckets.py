@@ -57,7 +57,8 @@ class GradientBucket(Protocol):
 
         Args:
             local: what :meth:`local` has returned.
-            start, end: the stretch.
+            start: where the stretch begins.
+            end: where it ends.
             reuse: whether the last average isn't needed any more.
         """
 

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -31,7 +30,12 @@ from tensorplay.distributed.optim._core.agreement import (
     RankDisagreementError,
 )
 from tensorplay.distributed.optim._core.backward_pass import BackwardPass
-from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, Slot, extents_in_rounds
+from tensorplay.distributed.optim._core.bucket_layout import (
+    BucketLayout,
+    Slot,
+    extents_in_rounds,
+    take_turns,
+)
 from tensorplay.distributed.optim._core.collectives import (
     CommunicationError,
     Communicator,
@@ -478,34 +482,27 @@ class GradientReducer:
         yield from in_flight
 
     def _launch_all(self, buckets: Iterable[GradientBucket]) -> Iterator[Transfer]:
-        """Launches exchanges of several buckets in turn.
-
-        The slices of a bucket that belongs to one rank travel one way only. So buckets of different
-        owners take turns, and links are filled both ways.
-        """
-        queues: dict[tuple[int, ...], deque[GradientBucket]] = {}
-        for bucket in buckets:
-            owners = (r for r, (start, end) in enumerate(pairwise(bucket.layout.cuts)) if start < end)
-            queues.setdefault(tuple(owners), deque()).append(bucket)
-        running = [
-            _Lane(len(owners), itertools.chain.from_iterable(map(self._launch_in_rounds, queue)))
-            for owners, queue in queues.items()
+        """Launches exchanges of several buckets in turn."""
+        launching = [(bucket.layout, self.launch(bucket, ROUND_BYTES)) for bucket in buckets]
+        rounds = [
+            (transfers, [end - start for start, end in extents])
+            for layout, transfers in launching
+            for extents in self._rounds(layout, ROUND_BYTES)
         ]
-        while running:
-            lane = min(running, key=operator.attrgetter("nbytes_per_owner"))  # the first of equal ones
-            transfer = next(lane.transfers, None)
-            if transfer is None:
-                running.remove(lane)
-                continue
-            lane.nbytes_per_owner += transfer.nbytes / lane.num_owners
-            yield transfer
+        for place in take_turns([lengths for _, lengths in rounds]):
+            yield next(rounds[place][0])
 
-    def _launch_in_rounds(self, bucket: GradientBucket) -> Iterator[Transfer]:
-        return self.launch(bucket, ROUND_BYTES)
+    def _rounds(
+        self, layout: BucketLayout, round_nbytes: int | None
+    ) -> list[tuple[tuple[int, int], ...]]:
+        """What of each owner's slice travels in each round."""
+        num_peers = max(1, self._communicator.members.world_size - 1)
+        nbytes = self._capacity_bytes // num_peers
+        if round_nbytes is not None:
+            nbytes = min(nbytes, max(round_nbytes // num_peers, LEAST_MESSAGE_BYTES))
+        return extents_in_rounds(layout.cuts, max(1, nbytes // layout.dtype.itemsize))
 
-    def launch(
-        self, bucket: GradientBucket, round_nbytes: int | None = None
-    ) -> Iterator[Transfer]:
+    def launch(self, bucket: GradientBucket, round_nbytes: int | None = None) -> Iterator[Transfer]:
         """See :class:`Reductions`.
 
         Args:
@@ -515,11 +512,8 @@ class GradientReducer:
         members, layout = self._communicator.members, bucket.layout
         num_peers = max(1, members.world_size - 1)
         own_start, own_end = self._own_extent(layout)
-        each_nbytes = self._capacity_bytes // num_peers
-        if round_nbytes is not None:
-            each_nbytes = min(each_nbytes, max(round_nbytes // num_peers, LEAST_MESSAGE_BYTES))
-        longest = max(1, each_nbytes // layout.dtype.itemsize)
-        rounds = extents_in_rounds(layout.cuts, longest)
+        rounds = self._rounds(layout, round_nbytes)
+        longest = max(end - start for start, end in rounds[0])
         local = bucket.local()
         payload = self._payload(local)
         result = self._result(bucket, local, own_start, own_end) if own_start < own_end else None
@@ -539,12 +533,16 @@ class GradientReducer:
                 for rank in members
                 if rank != members.group_rank and extents[rank][0] < extents[rank][1]
             ]
-            lent, parts = None, iter(())
+            lent: torch.Tensor | None = None
+            parts: Iterator[torch.Tensor] = iter(())
             num_lent = (num_peers - fills) * (end - start)
             if num_lent and members.world_size > 1:
                 size = payload.element_size()
-                lent = self._receive_memory.lend(num_lent * size, num_peers * longest * size, layout.device)
-                parts = iter(lent[: num_lent * size].view(payload.dtype).split(end - start))
+                lent = self._receive_memory.lend(
+                    num_lent * size, num_peers * longest * size, layout.device
+                )
+                flat = lent[: num_lent * size].view(payload.dtype)
+                parts = iter(torch.split(flat, end - start))
             contributions = [
                 local[start:end]
                 if rank == members.group_rank
@@ -645,9 +643,7 @@ class GradientReducer:
             self._partial[index] = self._made_partial(parameter, None)
         return self._partial[index]
 
-    def _made_partial(
-        self, parameter: torch.Tensor, own: torch.Tensor | None
-    ) -> PartialGradient:
+    def _made_partial(self, parameter: torch.Tensor, own: torch.Tensor | None) -> PartialGradient:
         sentinel, method = self._sentinel(parameter), weakref.WeakMethod(self._complete_sentinels)
 
         def complete() -> None:
@@ -770,15 +766,6 @@ class _Finiteness:
     gathering: Waitable
     infinite: torch.Tensor
     adds_up: bool
-
-
-@dataclass
-class _Lane:
-    """Exchanges that go to the same owners."""
-
-    num_owners: int
-    transfers: Iterator[Transfer]
-    nbytes_per_owner: float = 0.0
 
 
 _grad_of = operator.attrgetter("grad")

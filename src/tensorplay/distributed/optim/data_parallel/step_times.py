@@ -1,15 +1,21 @@
 """Where the time of a training step goes: backward, communication hidden and exposed, the update."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 
-from tensorplay.distributed.optim._core.collectives import Communicator, Waitable
+from tensorplay.distributed.optim._core.collectives import (
+    Communicator,
+    PendingMaximum,
+    Waitable,
+)
 from tensorplay.distributed.optim._core.ranks import GroupRank
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -116,17 +122,17 @@ class StepTimes:
         )
 
 
-class _Timed:
-    def __init__(self, waitable: Waitable, times: StepTimes) -> None:
-        self._waitable = waitable
+class _Timed(Generic[_Result]):
+    def __init__(self, wait: Callable[[], _Result], times: StepTimes) -> None:
+        self._wait = wait
         self._times: StepTimes | None = times
         times.launched()
 
-    def wait(self) -> None:
+    def wait(self) -> _Result:
         times, self._times = self._times, None
         since = time.perf_counter()
         try:
-            self._waitable.wait()
+            return self._wait()
         finally:
             if times is not None:
                 times.waited(since)
@@ -146,7 +152,7 @@ class TimedCommunicator:
         self.members = communicator.members
 
     def _timed(self, waitable: Waitable) -> Waitable:
-        return _Timed(waitable, self._times) if self._times.is_on else waitable
+        return _Timed(waitable.wait, self._times) if self._times.is_on else waitable
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -210,10 +216,10 @@ class TimedCommunicator:
         with self._blocking():
             return self._communicator.receive_bytes(source)
 
-    def max_(self, values: list[int]) -> list[int]:
+    def max_(self, values: list[int]) -> PendingMaximum:
         """See :class:`Communicator`."""
-        with self._blocking():
-            return self._communicator.max_(values)
+        pending = self._communicator.max_(values)
+        return _Timed(pending.wait, self._times) if self._times.is_on else pending
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """See :class:`Communicator`."""

@@ -122,7 +122,7 @@ class GroupAverage:
 
     def _is_same(self, digest: Callable[[], bytes]) -> bool:
         own = int.from_bytes(digest(), "big")
-        highest, lowest = self.communicator.max_([own, -own])
+        highest, lowest = self.communicator.max_([own, -own]).wait()
         return highest == -lowest
 
     def _launch(

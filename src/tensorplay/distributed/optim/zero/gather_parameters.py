@@ -8,7 +8,7 @@ that packing one overlaps with sending the other.
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -24,6 +24,7 @@ from tensorplay.distributed.optim._core.collectives import (
 from tensorplay.distributed.optim._core.flat_buffer import FlatBuffer, ParameterHome
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim.zero.step_stages import plan_stages
 
 NUM_STAGING_BUFFERS = 2
 
@@ -215,9 +216,11 @@ class ParameterBuckets:
         self._staging: dict[torch.device, tuple[StagingBuffer, ...]] = {}
         self._num_staged = 0
         self.buckets: list[ParameterBucket] = []
+        self._stages: dict[bool, list[list[int]]] = {}
 
     def add(self, layout: BucketLayout, specs: Sequence[ParameterSpec]) -> None:
         """Adds a bucket, and moves its parameters into it if they are to be resident."""
+        self._stages.clear()
         if layout.resident:
             home = ParameterHome(layout, specs, self._parameters)
             self.buckets.append(ResidentBucket(home))
@@ -243,10 +246,23 @@ class ParameterBuckets:
             CommunicationError: if the backend fails or times out, naming bucket and rank.
         """
         launched = [
-            (number, self.launch(number, communicator)) for number in self.numbers(trainable)
+            (number, self.launch(number, communicator))
+            for stage in self.stages(trainable)
+            for number in stage
         ]
+        self.finish_all(launched)
+
+    def finish_all(self, launched: Iterable[tuple[int, Waitable]]) -> None:
+        """Waits until the parameters of several buckets are there."""
         for number, gathering in launched:
             self.finish(number, gathering)
+
+    def stages(self, trainable: bool) -> list[list[int]]:
+        """:meth:`numbers` in the order in which they are gathered after a step, in stages."""
+        if trainable not in self._stages:
+            layouts = {number: self.buckets[number].layout for number in self.numbers(trainable)}
+            self._stages[trainable] = plan_stages(layouts)
+        return self._stages[trainable]
 
     def numbers(self, trainable: bool) -> list[int]:
         """The numbers of the buckets that were trainable, or frozen, when they were planned."""

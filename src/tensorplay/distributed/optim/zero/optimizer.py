@@ -19,7 +19,11 @@ from torch.optim import Optimizer
 from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
-from tensorplay.distributed.optim._core.collectives import CommunicationError, connect
+from tensorplay.distributed.optim._core.collectives import (
+    CommunicationError,
+    Waitable,
+    connect,
+)
 from tensorplay.distributed.optim._core.coupled_optimizers import (
     refuse_coupled,
     refuse_coupling_options,
@@ -88,6 +92,7 @@ from tensorplay.distributed.optim.zero.overlap import (
 from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
 from tensorplay.distributed.optim.zero.step_in_backward import StepAndGather
+from tensorplay.distributed.optim.zero.step_stages import StagedGroups, can_be_staged
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -159,10 +164,10 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             are those of group rank 0 from the start, and its buffers (BatchNorm's statistics) again
             after each backward, as under DDP.
         overlap_with_backward: with ``shard_gradients=True``: whether gradients are sent while
-            backward goes on, bucket by bucket, instead of when it has ended. By default they are
-            where parameters are on an accelerator; on CPUs that communicate and compute with the
-            same cores nothing is gained. Hooks of yours that are called after a gradient has been
-            accumulated may then find ``None``.
+            backward goes on, bucket by bucket, instead of when it has ended, and updated parameters
+            while others are stepped. By default they are where parameters are on an accelerator; on
+            CPUs that communicate and compute with the same cores nothing is gained. Hooks of yours
+            that are called after a gradient has been accumulated may then find ``None``.
         overlap_with_forward: with ``module=``: :meth:`step` doesn't wait for the updated parameters of
             other ranks; the next forward does, module by module, as does whatever reads or loads
             ``module.state_dict()``. Before anything else reads parameters (an EMA, ``deepcopy``, a
@@ -233,6 +238,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 "overlap_with_backward=False keeps reductions out of backward, where "
                 "overlap_with_ddp=True has them and the step; leave one of them out"
             )
+        if overlap_with_backward is not None and not shard_gradients:
+            raise ValueError(
+                f"overlap_with_backward={overlap_with_backward} says when the optimizer reduces "
+                "gradients, which it does with shard_gradients=True only; leave it out"
+            )
         Joinable.__init__(self)
         self._has_joined = False
         self._is_following = False
@@ -245,7 +255,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._is_confirmed_elementwise = bool(elementwise)
         self._consolidated: dict[str, Any] | None = None
         self._owned: tuple[Any, list[torch.Tensor]] = ((), [])
+        self._staged: tuple[Any, StagedGroups] | None = None
         self._overlaps = bool(overlap_with_ddp)
+        self._overlaps_gather = overlap_with_backward
         self._stage = (
             StepAndGather(self._communicator) if overlap_with_ddp and shard_gradients else None
         )
@@ -471,6 +483,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             )
         if some_unreduced:
             self._gradients.reduce("step (reduce)")
+        if closure is None and not kwargs and self._steps_in_stages():
+            self._step_and_gather_in_stages()
+            return None
         loss, error = self._step_owned(closure, kwargs)
         with record_function(f"{type(self).__name__}.gather"):
             self._gather_parameters(error)
@@ -718,6 +733,59 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             error = self._describe_misfit(misfit)
         return loss, error
 
+    def _steps_in_stages(self) -> bool:
+        """Whether what has been stepped is sent while the rest is: as reductions overlap with backward."""
+        if self._overlaps_gather is None:
+            self._overlaps_gather = any(p.device.type != "cpu" for p in self._parameters)
+        return (
+            self._overlaps_gather
+            and self._forward_gather is None
+            and self._communicator.members.world_size > 1
+            and len(self._buckets.stages(trainable=True)) > 1
+            and can_be_staged(self.optim)
+        )
+
+    @torch.no_grad()
+    def _step_and_gather_in_stages(self) -> None:
+        """What :meth:`_step_owned` and :meth:`_gather_parameters` do, but for several parts in turn."""
+        error: Exception | None = None
+        launched: list[tuple[int, Waitable]] = []
+        try:
+            self._slices.take_gradients_(self.optim)
+            groups = self._staged_groups()
+        except Exception as problem:  # noqa: BLE001 - the other ranks wait for our parameters
+            error = problem
+        for stage, numbers in enumerate(self._buckets.stages(trainable=True)):
+            if error is None:
+                try:
+                    groups.step(self.optim, stage)
+                except Exception as problem:  # noqa: BLE001 - as above
+                    error = problem
+            with record_function(f"{type(self).__name__}.gather"):
+                launched += [(n, self._buckets.launch(n, self._communicator)) for n in numbers]
+        self._slices.drop_gradients_()
+        if error is None:
+            copy_options_(self.optim.param_groups, self.param_groups)
+        with record_function(f"{type(self).__name__}.gather"):
+            self._gather_parameters(error, launched)
+
+    def _staged_groups(self) -> StagedGroups:
+        formed = len(self.param_groups), self._slices.num_formed
+        if self._staged is None or self._staged[0] != formed:
+            number_of = {
+                slot.parameter: stage
+                for stage, numbers in enumerate(self._buckets.stages(trainable=True))
+                for number in numbers
+                for slot in self._buckets.buckets[number].layout.slots
+            }
+            stage_of = {self._parameters[index]: stage for index, stage in number_of.items()}
+            stage_of.update(
+                (each.tensor, number_of[each.pieces[0].parameter]) for each in self._slices.slices
+            )
+            num_stages = len(self._buckets.stages(trainable=True))
+            self._staged = formed, StagedGroups(self.optim.param_groups, stage_of, num_stages)
+        return self._staged[1]
+
     def _describe_misfit(self, misfit: torch.Tensor) -> Exception:
         return RuntimeError(
             f"the step of {type(self.optim).__name__} gave parameter {self._name_of(misfit)} "
@@ -788,11 +856,20 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         return bool(self._join_config.enable)
 
     @torch.no_grad()
-    def _gather_parameters(self, error: Exception | None) -> None:
-        """Gathers the trainable buckets, and the frozen ones if one was thawed since the plan."""
+    def _gather_parameters(
+        self, error: Exception | None, launched: Sequence[tuple[int, Waitable]] | None = None
+    ) -> None:
+        """Gathers the trainable buckets, and the frozen ones if one was thawed since the plan.
+
+        Args:
+            error: what went wrong on this rank.
+            launched: those gathers that are under way; all trainable ones, or ``None``.
+        """
         failure, thawed = None, int(self._owned_frozen_was_thawed())
         settlement = self._agreement.start("step (update)", error=error, flag=thawed)
-        if self._forward_gather is None:
+        if launched is not None:
+            self._buckets.finish_all(launched)
+        elif self._forward_gather is None:
             self._buckets.gather(self._communicator, trainable=True)
         try:
             thawed = settlement.wait()
