@@ -13,6 +13,7 @@ Note [Counted once]
 """
 
 import copy
+import operator
 import threading
 from collections.abc import Sequence
 from itertools import islice
@@ -83,11 +84,7 @@ class BucketStepper:
         with self._lock:
             optimizer = self._optimizer
             groups = optimizer.param_groups
-            members: dict[int, list[torch.Tensor]] = {}
-            for parameter in parameters:
-                members.setdefault(self._group_of[id(parameter)], []).append(parameter)
-                if self._kinds[id(parameter)] != (parameter.dtype, parameter.device):
-                    self._convert_state(parameter)
+            members = self._members_of(parameters)
             # Once per iteration also those groups in which nothing is ready, for their counters.
             indices = range(len(groups)) if self._is_first else sorted(members)
             parts = {
@@ -103,6 +100,22 @@ class BucketStepper:
             if self._loose or len(optimizer.state) != self._num_states:
                 self._note_loose_state()
             self._is_first = False
+
+    def _members_of(self, parameters: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        """Which of them are in which group. Converts the state of those that were converted."""
+        keys = list(map(id, parameters))
+        kinds = list(zip(map(_dtype_of, parameters), map(_device_of, parameters), strict=True))
+        if kinds != list(map(self._kinds.__getitem__, keys)):
+            for parameter, key, kind in zip(parameters, keys, kinds, strict=True):
+                if kind != self._kinds[key]:
+                    self._convert_state(parameter)
+        places = list(map(self._group_of.__getitem__, keys))
+        if len(set(places)) == 1:
+            return {places[0]: list(parameters)}
+        members: dict[int, list[torch.Tensor]] = {}
+        for parameter, place in zip(parameters, places, strict=True):
+            members.setdefault(place, []).append(parameter)
+        return members
 
     def end_iteration(self) -> None:
         """What the steps since the last call wrote beside parameters and their state takes effect."""
@@ -160,6 +173,10 @@ class BucketStepper:
                     parameter, value, 0, [{**options_of(group), "params": [0]}], key
                 )
         self._kinds[id(parameter)] = (parameter.dtype, parameter.device)
+
+
+_dtype_of = operator.attrgetter("dtype")
+_device_of = operator.attrgetter("device")
 
 
 def equal(one: Any, other: Any) -> bool:

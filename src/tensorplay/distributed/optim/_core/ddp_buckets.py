@@ -35,3 +35,36 @@ def views_of(elements: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list
         elements.as_strided(parameter.shape, dense_stride(parameter), start + offset)
         for parameter, offset in zip(parameters, offsets_of(parameters), strict=True)
     ]
+
+
+class KeptViews:
+    """Views of the buffers that DDP keeps from one iteration to the next, made once for each."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[tuple[int, ...], int, list[torch.Tensor]]] = {}
+
+    def of(
+        self,
+        elements: torch.Tensor,
+        number: int,
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """What :func:`views_of` returns, from the last time if nothing has changed.
+
+        Args:
+            elements: what the reduction has returned, as elements of the parameters.
+            number: of the bucket.
+            buffer: the bucket's own: only views of it are kept, as they keep its memory.
+            parameters: whose gradients they are.
+        """
+        pointer, members = elements.data_ptr(), tuple(map(id, parameters))
+        if pointer != buffer.data_ptr() or elements.dtype != parameters[0].dtype:
+            return views_of(elements, parameters)
+        known_members, known_pointer, views = self._kept.get(number, ((), 0, []))
+        if known_pointer != pointer or known_members != members:
+            for later in [each for each in self._kept if each >= number]:
+                del self._kept[later]  # DDP has formed its buckets anew
+            views = views_of(elements, parameters)
+            self._kept[number] = members, pointer, views
+        return views

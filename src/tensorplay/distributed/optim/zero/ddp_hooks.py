@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tensorplay.distributed.optim._core.backward_pass import call_at_end
 from tensorplay.distributed.optim._core.collectives import CommunicationError, start_all_reduce_
-from tensorplay.distributed.optim._core.ddp_buckets import elements_of, views_of
+from tensorplay.distributed.optim._core.ddp_buckets import KeptViews, elements_of
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim.zero.optimizer import ZeroRedundancyOptimizer
 from tensorplay.distributed.optim.zero.overlap import OverlappedStep
@@ -270,6 +270,7 @@ class _Schedule:
         self._lag = lag
         self._process_group = ddp.process_group
         self._finds_unused = _finds_unused(ddp)
+        self._views = KeptViews()
 
     def reduce(self, state: Any, bucket: GradBucket) -> Future:
         """What DDP calls."""
@@ -289,7 +290,7 @@ class _Schedule:
         reduction = self._hook(state, bucket)
         if uses is not None:
             using = start_all_reduce_(uses, self._process_group)
-        self._step.add(_DDPBucket(bucket, reduction, uses, using))
+        self._step.add(_DDPBucket(bucket, reduction, uses, using, self._views))
         if bucket.is_last() and not joined:
             call_at_end(self._conclude)  # Note [Ends of a backward pass]
         if self._lag is not None:
@@ -310,7 +311,10 @@ class _DDPBucket:
         reduction: Future,
         uses: torch.Tensor | None,
         using: Future | None,
+        views: KeptViews,
     ) -> None:
+        self._views = views
+        self._buffer = bucket.buffer()
         self.parameters: Sequence[torch.Tensor] = bucket.parameters()
         self._number = bucket.index()
         self._reduction = reduction
@@ -331,7 +335,9 @@ class _DDPBucket:
         if isinstance(result, (list, tuple)):  # as DDP takes it
             (result,) = result
         gradients = (
-            views_of(elements_of(result, self.parameters), self.parameters)
+            self._views.of(
+                elements_of(result, self.parameters), self._number, self._buffer, self.parameters
+            )
             if result.layout is torch.strided
             else [result]  # DDP has a bucket for each sparse gradient
         )

@@ -21,8 +21,11 @@ Note [Weights that backward still needs]
     refuses to go on instead of computing something else.
 """
 
+import itertools
+import operator
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -128,6 +131,7 @@ class OverlappedStep:
         memories = [local_memory(parameter) for parameter in parameters]
         self._buckets = ParameterBuckets(memories, self._communicator.members.group_rank)
         self._gathered_in: dict[tuple[int, ...], list[ParameterBucket]] = {}
+        self._places: dict[tuple[int, ...], tuple[tuple[int, ...], list[int]]] = {}
 
     def attach(self, reduced: Sequence[torch.Tensor]) -> None:
         """From now on the gradients of these parameters, and no others, are handed over.
@@ -176,7 +180,7 @@ class OverlappedStep:
         self._reset()
         if refusal is not None:
             raise refusal
-        error = error or self._find_trained_outside({id(parameter) for parameter in updated})
+        error = error or self._find_trained_outside(set(map(id, updated)))
         try:
             stepper = self._stepper_of_now()
             if not has_stepped_part and error is None:
@@ -229,16 +233,29 @@ class OverlappedStep:
         gradients = bucket.wait()
         if self._refusal is not None:
             return
-        owner = self._communicator.members.group_rank
-        places = [self._index_of.get(id(parameter)) for parameter in bucket.parameters]
+        indices, owned = self._places_of(bucket.parameters)
         ready = [
-            (parameter, gradient)
-            for parameter, gradient, index in zip(bucket.parameters, gradients, places, strict=True)
-            if gradient is not None and index is not None and self._owners[index] == owner
+            (bucket.parameters[place], gradient)
+            for place in owned
+            if (gradient := gradients[place]) is not None
         ]
         if ready and self._error is None:
             self._step(ready)
-        self._gather(tuple(index for index in places if index is not None))
+        self._gather(indices)
+
+    def _places_of(self, parameters: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], list[int]]:
+        """The indices of a bucket's parameters, as far as they are ours, and where owned ones stand."""
+        key = tuple(map(id, parameters))
+        if key not in self._places:
+            owner = self._communicator.members.group_rank
+            indices = [self._index_of.get(identity) for identity in key]
+            owned = [
+                place
+                for place, index in enumerate(indices)
+                if index is not None and self._owners[index] == owner
+            ]
+            self._places[key] = tuple(index for index in indices if index is not None), owned
+        return self._places[key]
 
     def _settle(self) -> None:
         """Note [Settled twice]."""
@@ -339,7 +356,10 @@ class OverlappedStep:
         """Of parameters that nobody reduces, none may be trained."""
         return None if self._reduced is None else self._find_trained_outside(self._reduced)
 
-    def _find_trained_outside(self, reduced: Collection[int]) -> Exception | None:
+    def _find_trained_outside(self, reduced: AbstractSet[int]) -> Exception | None:
+        trained = itertools.compress(self._parameters, map(_requires_grad_of, self._parameters))
+        if reduced >= set(map(id, trained)):
+            return None
         for index, parameter in enumerate(self._parameters):
             if id(parameter) not in reduced and parameter.requires_grad:
                 return ValueError(
@@ -434,12 +454,24 @@ def _versions_of_gradients(
     parameters: Sequence[torch.Tensor],
 ) -> list[tuple[torch.Tensor, int, int]]:
     """Parameters with address and version of their gradients, where these are dense."""
-    gradients = ((parameter, parameter.grad) for parameter in parameters)
+    gradients = list(map(_grad_of, parameters))
+    if set(map(_layout_of, gradients)) <= {torch.strided}:  # usual, of thousands maybe
+        pointers = map(torch.Tensor.data_ptr, gradients)
+        return list(zip(parameters, pointers, map(_version_of, gradients), strict=True))
     return [
-        (parameter, gradient.data_ptr(), gradient._version)  # noqa: SLF001 - torch has no public name for it
-        for parameter, gradient in gradients
-        if gradient is not None and gradient.layout is torch.strided
+        (parameter, gradient.data_ptr(), _version_of(gradient))
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+        if _layout_of(gradient) is torch.strided
     ]
+
+
+_grad_of = operator.attrgetter("grad")
+_version_of = operator.attrgetter("_version")
+_requires_grad_of = operator.attrgetter("requires_grad")
+
+
+def _layout_of(gradient: torch.Tensor | None) -> torch.layout | None:
+    return None if gradient is None else gradient.layout
 
 
 def _find_misuse(
