@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from tensorplay.distributed.optim._core import tagged_json
-from tensorplay.distributed.optim._core.agreement import Agreement
+from tensorplay.distributed.optim._core.agreement import Agreement, Settlement
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
 from tensorplay.distributed.optim._core.collectives import (
     CommunicationError,
@@ -833,13 +833,14 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             ),
         )
 
-    def _settle_overlapped(self, problem: Exception | None, joined: bool) -> None:
+    def _settle_overlapped(self, problem: Exception | None, joined: bool) -> Settlement:
         if self.is_in_join:
             self._join_round().run(self.param_groups, joined=joined, gradients=False)
         problem = problem or self._find_replaced()
         if problem is None:
             copy_options_(self.param_groups, self.optim.param_groups)
-        self._agreement.settle("backward (step)", describe_options(self.param_groups), problem)
+        description = describe_options(self.param_groups)
+        return self._agreement.start("backward (step)", description, problem)
 
     def settle_call(self, call: str, description: Json, error: Exception | None) -> None:
         """Settles a call of a function that takes this optimizer. Every rank must call it.

@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
-from tensorplay.distributed.optim._core.agreement import Agreement
+from tensorplay.distributed.optim._core.agreement import Agreement, Settlement
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, layout_buckets
 from tensorplay.distributed.optim._core.bucket_step import BucketStepper
 from tensorplay.distributed.optim._core.collectives import (
@@ -43,7 +43,11 @@ from tensorplay.distributed.optim._core.collectives import (
     Waitable,
 )
 from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
-from tensorplay.distributed.optim._core.local_shard import is_dtensor, local_memory
+from tensorplay.distributed.optim._core.local_shard import (
+    any_is_dtensor,
+    is_dtensor,
+    local_memory,
+)
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim.zero.gather_parameters import (
@@ -76,14 +80,15 @@ class OptimizerSide(NamedTuple):
 
     Attributes:
         local: returns the local optimizer.
-        settle: settles with all ranks, given what is wrong on this one, that a step may begin, and
-            copies the options inward; the flag says whether this rank has run out of inputs.
+        settle: begins to settle with all ranks, given what is wrong on this one, that a step may
+            begin, and copies the options inward; the flag says whether this rank has run out of
+            inputs.
         adopt: copies the options outward after a step.
         describe_misfit: an error for a parameter that its step has given other metadata.
     """
 
     local: Callable[[], Optimizer]
-    settle: Callable[[Exception | None, bool], None]
+    settle: Callable[[Exception | None, bool], Settlement]
     adopt: Callable[[], None]
     describe_misfit: Callable[[torch.Tensor], Exception]
 
@@ -117,6 +122,7 @@ class OverlappedStep:
 
     def _reset(self) -> None:
         self._pending: deque[ReducedBucket] = deque()
+        self._settlement: Settlement | _Settled | None = None
         self._gathers: list[Waitable] = []
         self._updated: list[torch.Tensor] = []
         self._refusal: Exception | None = None
@@ -128,6 +134,7 @@ class OverlappedStep:
         self._parameters, self._plan = parameters, plan
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._owners = plan.partition.owners
+        self._has_dtensors = any_is_dtensor(parameters)
         memories = [local_memory(parameter) for parameter in parameters]
         self._buckets = ParameterBuckets(memories, self._communicator.members.group_rank)
         self._gathered_in: dict[tuple[int, ...], list[ParameterBucket]] = {}
@@ -156,6 +163,14 @@ class OverlappedStep:
     def add(self, bucket: ReducedBucket) -> None:
         """The reduction of a bucket has been launched."""
         self._pending.append(bucket)
+        if self._settlement is None:  # Note [Settled twice]; it is awaited when a bucket is stepped
+            problem = self._broken or self._find_unreduced()
+            try:
+                self._settlement = self._optimizer.settle(problem, self._has_joined)
+            except CommunicationError:
+                raise
+            except Exception as refusal:  # noqa: BLE001 - raised on every rank when backward ends
+                self._refusal, self._settlement = refusal, _Settled()
 
     @torch.no_grad()
     def complete(self, *, but: int = 0) -> None:
@@ -174,24 +189,25 @@ class OverlappedStep:
         if not self._is_open:
             return
         self.complete()
-        self._wait_for_gathers()
-        updated, refusal, error = self._updated, self._refusal, self._error
-        has_stepped_part = self._has_stepped_part
-        self._reset()
+        refusal, updated = self._refusal, self._updated
         if refusal is not None:
+            self._reset()
             raise refusal
-        error = error or self._find_trained_outside(set(map(id, updated)))
+        error = self._error or self._find_trained_outside(set(map(id, updated)))
         try:
             stepper = self._stepper_of_now()
-            if not has_stepped_part and error is None:
+            if not self._has_stepped_part and error is None:
                 stepper.step([])  # for what counts steps
             stepper.end_iteration()
             self._optimizer.adopt()
         except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it
             error = error or problem
-        self._has_stepped = True
+        settlement = self._agreement.start("backward (update)", error=error)
         self._left_changeable = _versions_of_gradients(updated)
-        self._agreement.settle("backward (update)", error=error)
+        self._wait_for_gathers()
+        self._reset()
+        self._has_stepped = True
+        settlement.wait()
 
     def step_called(
         self, closure: Callable[[], Any] | None, kwargs: dict[str, Any], *, scales: bool
@@ -259,11 +275,11 @@ class OverlappedStep:
 
     def _settle(self) -> None:
         """Note [Settled twice]."""
-        if self._is_settled:
+        if self._is_settled or self._settlement is None:
             return
         self._is_settled = True
         try:
-            self._optimizer.settle(self._broken or self._find_unreduced(), self._has_joined)
+            self._settlement.wait()
         except CommunicationError:
             raise
         except Exception as problem:  # noqa: BLE001 - raised on every rank when backward ends
@@ -273,7 +289,8 @@ class OverlappedStep:
         """Steps parameters with these gradients; their own ``.grad`` stays."""
         members = [parameter for parameter, _ in ready]
         before = [parameter.grad for parameter in members]
-        storages = KeptStorages([p for p in members if not is_dtensor(p)])
+        own_memory = [p for p in members if not is_dtensor(p)] if self._has_dtensors else members
+        storages = KeptStorages(own_memory)
         try:
             for parameter, gradient in ready:
                 parameter.grad = gradient
@@ -390,6 +407,13 @@ class OverlappedStep:
         return None
 
 
+class _Settled:
+    """Nothing is left to settle."""
+
+    def wait(self) -> int:
+        return 0
+
+
 class EndWhenJoined(JoinHook):
     """After DDP has handed the buckets of the active ranks over on a joined rank: completes them."""
 
@@ -455,23 +479,15 @@ def _versions_of_gradients(
 ) -> list[tuple[torch.Tensor, int, int]]:
     """Parameters with address and version of their gradients, where these are dense."""
     gradients = list(map(_grad_of, parameters))
-    if set(map(_layout_of, gradients)) <= {torch.strided}:  # usual, of thousands maybe
-        pointers = map(torch.Tensor.data_ptr, gradients)
-        return list(zip(parameters, pointers, map(_version_of, gradients), strict=True))
-    return [
-        (parameter, gradient.data_ptr(), _version_of(gradient))
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-        if _layout_of(gradient) is torch.strided
-    ]
+    is_strided = [g is not None and g.layout is torch.strided for g in gradients]
+    strided = list(itertools.compress(gradients, is_strided))
+    pointers, versions = map(torch.Tensor.data_ptr, strided), map(_version_of, strided)
+    return list(zip(itertools.compress(parameters, is_strided), pointers, versions, strict=True))
 
 
 _grad_of = operator.attrgetter("grad")
 _version_of = operator.attrgetter("_version")
 _requires_grad_of = operator.attrgetter("requires_grad")
-
-
-def _layout_of(gradient: torch.Tensor | None) -> torch.layout | None:
-    return None if gradient is None else gradient.layout
 
 
 def _find_misuse(
