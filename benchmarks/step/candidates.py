@@ -294,7 +294,7 @@ def _tensorplay_zero_overlapped(module: nn.Module) -> Trainer:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     from tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
-        hook_with_zero_step_interleaved,
+        hook_with_zero_step,
     )
     from tensorplay.distributed.optim import ZeroRedundancyOptimizer
 
@@ -306,7 +306,7 @@ def _tensorplay_zero_overlapped(module: nn.Module) -> Trainer:
         overlap_with_ddp=True,
         **FUSED,
     )
-    ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
     return SteppedInBackward(ddp, zero, zero.optim)
 
 

@@ -84,7 +84,6 @@ def _contradicts(options: dict[str, Any], message: str) -> None:
         ({"partition": "elements"}, "steps parameters one by one"),
         ({"flat_step": True}, "steps parameters one by one"),
         ({"overlap_with_forward": True, "module": torch.nn.Linear(1, 1)}, "nothing to overlap"),
-        ({"overlap_with_backward": False}, "keeps reductions out of backward"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -246,16 +246,6 @@ def _refused() -> dict[str, str]:
             lr=0.1,
         )
     )
-    messages["after backward"] = _message(
-        lambda: ZeroRedundancyOptimizer(
-            make().parameters(),
-            torch.optim.SGD,
-            overlap_with_ddp=True,
-            shard_gradients=True,
-            overlap_with_backward=False,
-            lr=0.1,
-        )
-    )
     return messages
 
 
@@ -270,4 +260,3 @@ def test_what_is_refused_with_the_reason(run: Run) -> None:
         assert messages["scaler"].startswith("RuntimeError: GradScaler can't be used")
         assert messages["one rank"].startswith("RankDisagreementError")
         assert "overlap_with_ddp" in messages["one rank"]
-        assert messages["after backward"].startswith("ValueError: overlap_with_backward=False")

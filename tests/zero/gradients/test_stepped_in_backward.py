@@ -20,7 +20,11 @@ from tests.zero.gradients import test_oracle, test_passes
 from tests.zero.gradients.test_passes import make
 
 Run = Callable[..., list[Any]]
-MODES = pytest.mark.parametrize("resident", [False, True], ids=["own storage", "bucket view"])
+MODES = pytest.mark.parametrize(
+    ("resident", "early"),
+    [(False, True), (True, True), (False, False), (True, False)],
+    ids=["own storage", "bucket view", "own storage, at the end", "bucket view, at the end"],
+)
 
 
 def _require_no_gradients(twins: Twins, what: str = "") -> None:
@@ -29,19 +33,22 @@ def _require_no_gradients(twins: Twins, what: str = "") -> None:
 
 
 @contextmanager
-def stepping() -> Iterator[None]:
+def stepping(*, early: bool = True) -> Iterator[None]:
     """Inside, sharded gradients are stepped in backward, which leaves none to look at."""
     before = ZeroRedundancyOptimizer.__init__.__defaults__
+    keywords = ZeroRedundancyOptimizer.__init__.__kwdefaults__
     ZeroRedundancyOptimizer.__init__.__defaults__ = (None, False, True)
+    keywords["overlap_with_backward"] = early
     try:
         with mock.patch.object(Twins, "require_same_gradients", _require_no_gradients):
             yield
     finally:
         ZeroRedundancyOptimizer.__init__.__defaults__ = before
+        keywords["overlap_with_backward"] = None
 
 
-def stepping_in(function: Callable[..., Any], *args: Any) -> Any:
-    with stepping():
+def stepping_in(early: bool, function: Callable[..., Any], *args: Any) -> Any:
+    with stepping(early=early):
         return function(*args)
 
 
@@ -74,9 +81,14 @@ def stepping_in(function: Callable[..., Any], *args: Any) -> Any:
 )
 @MODES
 def test_the_results_are_the_plain_optimizers(
-    run: Run, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], resident: bool
+    run: Run,
+    world_size: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    resident: bool,
+    early: bool,
 ) -> None:
-    run(world_size, stepping_in, function, resident, *args)
+    run(world_size, stepping_in, early, function, resident, *args)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +114,11 @@ def test_the_results_are_the_plain_optimizers(
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
+@pytest.mark.parametrize("early", [True, False])
 def test_passes_and_what_comes_between_them(
-    run: Run, function: Callable[..., Any], args: tuple[Any, ...]
+    run: Run, function: Callable[..., Any], args: tuple[Any, ...], early: bool
 ) -> None:
-    run(2, stepping_in, function, *args)
+    run(2, stepping_in, early, function, *args)
 
 
 def _many_buckets(resident: bool) -> None:
@@ -121,8 +134,10 @@ def _many_buckets(resident: bool) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @MODES
-def test_many_buckets_and_exchanges_in_rounds(run: Run, world_size: int, resident: bool) -> None:
-    run(world_size, stepping_in, _many_buckets, resident)
+def test_many_buckets_and_exchanges_in_rounds(
+    run: Run, world_size: int, resident: bool, early: bool
+) -> None:
+    run(world_size, stepping_in, early, _many_buckets, resident)
 
 
 def _without_step_and_zero_grad() -> None:
@@ -182,28 +197,50 @@ def test_autograd_notices_that_weights_have_changed(run: Run) -> None:
         assert "modified by an inplace operation" in message
 
 
+class _Checkpointed(nn.Module):
+    """On rank 1 its layer is used inside and outside of what is checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        y = checkpoint(self.layer, x, use_reentrant=True)
+        output: torch.Tensor = self.layer(y) if rank == 1 else y
+        return output
+
+
+def _passes_of_checkpointed(step: int) -> Passes:
+    def passes(model: nn.Module, rank: int) -> None:
+        x = torch.full((2, 4), 1.0 + step + rank, requires_grad=True)
+        model(x, rank).square().sum().backward()
+
+    return passes
+
+
 def _inside_and_outside() -> str:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = checkpoint(self.layer, x, use_reentrant=True)
-            output: torch.Tensor = self.layer(y) if dist.get_rank() == 1 else y
-            return output
-
     with stepping():
-        twins = Twins(Net)
+        twins = Twins(_Checkpointed)
         x = torch.ones(2, 4, requires_grad=True)
         messages = []
         for _ in range(2):
             with pytest.raises(RuntimeError) as caught:
-                twins.model(x).sum().backward()
+                twins.model(x, twins.rank).sum().backward()
             messages.append(f"{caught.typename}: {caught.value}")
         _require_no_gradients(twins)
         return messages[1]
+
+
+def _inside_and_outside_at_the_end() -> None:
+    """What is stepped when all gradients are there may be used anywhere."""
+    with stepping(early=False):
+        twins = Twins(_Checkpointed)
+        twins.train(_passes_of_checkpointed)
+
+
+def test_a_second_gradient_is_one_when_the_end_is_awaited(run: Run) -> None:
+    run(2, _inside_and_outside_at_the_end)
 
 
 def test_a_second_gradient_raises_on_every_rank(run: Run) -> None:

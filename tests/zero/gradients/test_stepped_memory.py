@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+from tensorplay.distributed.optim._core import step_schedule
 from tensorplay.distributed.optim.zero import sharding_plan
 from tests.reference.data_parallel import make_parameters, squares
 from tests.zero.gradients.test_memory import few_objects, peak_at_communication
@@ -72,6 +73,7 @@ def _measure(kind: str, resident: bool) -> dict[str, float]:
             resident,
             overlap_with_ddp=True,
             shard_gradients=True,
+            overlap_with_backward=True,
             lr=0.1,
             momentum=0.9,
         )
@@ -100,7 +102,7 @@ def test_gradients_alive_are_the_largest_and_two_buckets(
             assert facts["gradients"] > 1.5 * (facts["largest"] + 2 * CAPACITY)
 
 
-def _order_of_events() -> list[str]:
+def _order_of_events(early: bool) -> list[str]:
     with small_buckets():
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(400, 400, bias=False) for _ in range(6)))
@@ -109,6 +111,7 @@ def _order_of_events() -> list[str]:
             torch.optim.SGD,
             overlap_with_ddp=True,
             shard_gradients=True,
+            overlap_with_backward=early,
             lr=0.1,
         )
     events: list[str] = []
@@ -129,16 +132,20 @@ def _order_of_events() -> list[str]:
         return 5 - bucket.layout.slots[0].parameter  # type: ignore[no-any-return] # of whatever bucket
 
     noting(reducer, "launch", number_of)
-    noting(stage, "step", lambda transfer, _: number_of(transfer.bucket))
+    noting(stage, "step", lambda averaged: number_of(averaged[0][0].bucket))
     noting(stage, "gather", lambda number, *_: number)
     for number, layer in enumerate(layers):
         layer.weight.register_hook(lambda _, number=number: events.append(f"gradient {5 - number}"))
-    layers(torch.ones(2, 400)).sum().backward()
+    with mock.patch.object(step_schedule, "STEPPED_BYTES", 0):
+        layers(torch.ones(2, 400)).sum().backward()
     return events
 
 
-def test_a_bucket_is_stepped_and_gathered_while_the_next_are_under_way(run: Run) -> None:
-    for events in run(2, _order_of_events):
+@pytest.mark.parametrize("early", [True, False])
+def test_a_bucket_is_stepped_and_gathered_while_the_next_are_under_way(
+    run: Run, early: bool
+) -> None:
+    for events in run(2, _order_of_events, early):
         place = {event: position for position, event in enumerate(events)}
         assert len(place) == len(events) == 4 * 6
         for k in range(6):
@@ -146,10 +153,10 @@ def test_a_bucket_is_stepped_and_gathered_while_the_next_are_under_way(run: Run)
             assert place[f"step {k}"] < place[f"gather {k}"]
             if k < 5:  # the reduction of the next is issued before the step of this one begins
                 assert place[f"launch {k + 1}"] < place[f"step {k}"]
-                assert place[f"launch {k}"] < place[f"gradient {k + 1}"]
+                assert (place[f"launch {k}"] < place[f"gradient {k + 1}"]) == early
             if k < 4:  # and the gather of this one before the reduction of the one after ends
                 assert place[f"gather {k}"] < place[f"step {k + 2}"]
-        assert place["gather 1"] < place["gradient 5"]
+        assert (place["gather 1"] < place["gradient 5"]) == early
 
 
 def _traffic() -> list[Any]:

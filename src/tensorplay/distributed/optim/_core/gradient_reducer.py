@@ -57,7 +57,7 @@ from tensorplay.distributed.optim._core.reduction_schedule import (
     DuringBackward,
     Schedule,
 )
-from tensorplay.distributed.optim._core.step_schedule import Stage, StepDuringBackward
+from tensorplay.distributed.optim._core.step_schedule import Stage, StepInBackward
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.transfers import Transfer
 from tensorplay.distributed.optim._core.usage import Usage
@@ -85,7 +85,7 @@ class GradientReducer:
         during_backward: whether buckets are sent while backward goes on, or when it has ended; if
             ``None``, while it goes on where parameters are on an accelerator.
         num_kept: how many flat buffers stay allocated between passes.
-        stage: steps each bucket during backward, so that no gradients are left; ``None`` to leave
+        stage: steps each bucket inside backward, so that no gradients are left; ``None`` to leave
             the averages in ``.grad``.
     """
 
@@ -133,7 +133,6 @@ class GradientReducer:
         self._stage = stage
         if stage is not None:
             self._tells_finiteness = False
-            self._during_backward = True
         self._schedule: Schedule = AfterBackward(weakref.proxy(self))
 
     def add(
@@ -152,8 +151,8 @@ class GradientReducer:
         added = parameters[len(self.parameters) :]
         if self._during_backward is None:
             self._during_backward = any(p.device.type != "cpu" for p in added)
-        if self._during_backward and not self.parameters:
-            self._schedule = self._schedule_during_backward()
+        if not self.parameters:
+            self._schedule = self._make_schedule(during_backward=self._during_backward)
         self.parameters.extend(added)
         self.lay_out(specs, layouts)
         start = len(self.parameters) - len(added)
@@ -185,7 +184,7 @@ class GradientReducer:
                 # Other devices have allocators that keep memory.
                 keep = self._stage is None and layout.device.type == "cpu"
                 self.buckets.append(SoleGradient(layout, specs, self.parameters, keep=keep))
-            elif self._stage is not None:
+            elif self._stage is not None and self._during_backward:
                 self.buckets.append(PackedWhenSent(layout, specs, self.parameters))
             else:
                 keep = layout.trainable and num_kept < self._num_kept
@@ -196,10 +195,11 @@ class GradientReducer:
             if cut:
                 self._cut[bucket] = cut
 
-    def _schedule_during_backward(self) -> Schedule:
-        if self._stage is None:
-            return DuringBackward(weakref.proxy(self), NUM_IN_FLIGHT)
-        return StepDuringBackward(weakref.proxy(self), self._stage, self._capacity_bytes)
+    def _make_schedule(self, *, during_backward: bool) -> Schedule:
+        me = weakref.proxy(self)
+        if self._stage is not None:
+            return StepInBackward(me, self._stage, self._capacity_bytes, early=during_backward)
+        return DuringBackward(me, NUM_IN_FLIGHT) if during_backward else AfterBackward(me)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -388,21 +388,21 @@ class GradientReducer:
         return {index for index, kind in kinds.items() if kind}
 
     def settle_steps(self, error: Exception | None, *, was_aborted: bool, flag: int) -> int:
-        """See :class:`StepDuringBackward`."""
+        """See :class:`StepInBackward`."""
         description: dict[str, Json] = {"ended by an exception": was_aborted}
         return self._agreement.settle("backward (end)", description, error, flag)
 
     def exchange_usage(
         self, bucket: GradientBucket, has: Sequence[bool], *, stopped: bool
     ) -> Usage:
-        """See :class:`StepDuringBackward`."""
+        """See :class:`StepInBackward`."""
         readers = list(self._communicator.members)
         if self._stage is not None and not self._stage.steps_everywhere:
             readers = [rank for rank in readers if bucket.layout.slots_of(rank)]
         return Usage(self._communicator, has, readers, stopped=stopped)
 
     def share(self, message: bytes) -> bytes:
-        """See :class:`StepDuringBackward`."""
+        """See :class:`StepInBackward`."""
         return self._communicator.all_gather_bytes(message if self.is_first_rank else b"")[0]
 
     @property

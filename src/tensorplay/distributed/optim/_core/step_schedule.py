@@ -1,9 +1,11 @@
-"""Steps each bucket during backward, as soon as its gradients have been averaged, and frees them.
+"""Steps each bucket inside backward, as soon as its gradients have been averaged, and frees them.
 
 Note [Stages of a bucket]
     Sent -> averaged -> stepped -> gathered. A bucket is sent when it and those before it are
     complete. While it travels, backward goes on; when enough is under way, the oldest is awaited,
-    averaged and stepped, and its gather is launched. All ranks do this in the same order.
+    averaged and stepped, and its gather is launched. All ranks do this in the same order. Or all
+    begins when the last gradient has been computed, where communication would only take the
+    processor from backward; then gradients are freed at the end.
 
 Note [Order of steps]
     A bucket takes its place where its last gradient is expected: first by order of registration,
@@ -45,6 +47,9 @@ NUM_SENT = 3
 NUM_GATHERED = 2
 """Gathers under way at a time."""
 
+STEPPED_BYTES = 4 * 1024 * 1024
+"""Of buckets that are stepped together, if all begins when the last gradient has been computed."""
+
 NUM_ORDERS = 3
 """How often the order of buckets may change."""
 
@@ -64,8 +69,8 @@ class Stage(Protocol):
     def begin(self) -> None:
         """All ranks have agreed that gradients are reduced and stepped now."""
 
-    def step(self, transfer: Transfer, used: set[int]) -> None:
-        """The last transfer of a bucket has been averaged; ``used`` on some rank. It may fail."""
+    def step(self, averaged: Sequence[tuple[Transfer, set[int]]]) -> None:
+        """Buckets have been averaged: the last transfer of each, and what some rank used. It may fail."""
 
     def gather(self, number: int, transfer: Transfer, used: set[int]) -> Waitable:
         """Launches what brings all ranks up to date with bucket ``number``; to wait may fail."""
@@ -129,11 +134,14 @@ class _Sent(NamedTuple):
 
         It decides when the next gather is launched, and so must be the same on every rank.
         """
+        return self.transfer.bucket.layout.nbytes + self.received_nbytes(capacity_bytes)
+
+    def received_nbytes(self, capacity_bytes: int) -> int:
+        """What is received of a bucket, where that's the most; likewise."""
         layout = self.transfer.bucket.layout
         longest = max(end - start for start, end in pairwise(layout.cuts))
         num_peers = len(layout.cuts) - 2
-        received = longest * num_peers * layout.dtype.itemsize
-        return layout.nbytes + min(received, capacity_bytes)
+        return min(longest * num_peers * layout.dtype.itemsize, capacity_bytes)
 
 
 class _Gathered(NamedTuple):
@@ -144,18 +152,20 @@ class _Gathered(NamedTuple):
     nbytes: int
 
 
-class StepDuringBackward:
+class StepInBackward:
     """Each bucket is sent, stepped and freed as soon as it and those before it are complete.
 
     Args:
         reductions: does the work.
         stage: steps.
-        capacity_bytes: gradients under way while backward goes on.
+        capacity_bytes: gradients under way at a time.
+        early: whether this begins while backward goes on, or at its end.
     """
 
-    hears_ready = True
-
-    def __init__(self, reductions: Reductions, stage: Stage, capacity_bytes: int) -> None:
+    def __init__(
+        self, reductions: Reductions, stage: Stage, capacity_bytes: int, *, early: bool
+    ) -> None:
+        self.hears_ready = early
         self._reductions = reductions
         self._stage = stage
         self._capacity_bytes = capacity_bytes
@@ -191,6 +201,7 @@ class StepDuringBackward:
         self._error: Exception | None = None
         self._is_stopped = False
         self._sent: deque[_Sent] = deque()
+        self._averaged: list[tuple[int, Transfer, set[int]]] = []
         self._gathered: deque[_Gathered] = deque()
 
     def ready(self, index: int) -> None:
@@ -328,6 +339,9 @@ class StepDuringBackward:
             self._complete_oldest()
 
     def _is_crowded(self) -> bool:
+        if not self.hears_ready:  # all gradients are there anyway
+            received = sum(each.received_nbytes(self._capacity_bytes) for each in self._sent)
+            return received > 2 * self._capacity_bytes
         if len(self._sent) > NUM_SENT:
             return True
         under_way = sum(each.nbytes(self._capacity_bytes) for each in self._sent)
@@ -337,6 +351,7 @@ class StepDuringBackward:
     def _finish_all(self) -> None:
         while self._sent:
             self._finish_oldest()
+        self._step_averaged()
         while self._gathered:
             self._complete_oldest()
 
@@ -352,15 +367,25 @@ class StepDuringBackward:
         used: set[int] = set()
         if told is not None:
             used = {slot.parameter for slot, is_used in zip(slots, told, strict=True) if is_used}
+        self._averaged.append((number, transfer, used))
+        nbytes = sum(each.bucket.layout.nbytes for _, each, _ in self._averaged)
+        if self.hears_ready or nbytes >= STEPPED_BYTES:
+            self._step_averaged()
+
+    def _step_averaged(self) -> None:
+        averaged, self._averaged = self._averaged, []
+        if not averaged:
+            return
         try:
-            self._stage.step(transfer, used)
+            self._stage.step([(transfer, used) for _, transfer, used in averaged])
         except Exception as error:  # noqa: BLE001 - raised when backward ends, Note [Stopping]
             self._stop(error)
-        transfer.bucket.release()
-        kept = transfer.local.nbytes if self._stage.steps_everywhere else 0
-        gathering = self._stage.gather(number, transfer, used)
-        self._gathered.append(_Gathered(transfer.bucket, gathering, kept))
-        while len(self._gathered) > NUM_GATHERED:
+        for number, transfer, used in averaged:
+            transfer.bucket.release()
+            kept = transfer.local.nbytes if self._stage.steps_everywhere else 0
+            gathering = self._stage.gather(number, transfer, used)
+            self._gathered.append(_Gathered(transfer.bucket, gathering, kept))
+        while self.hears_ready and len(self._gathered) > NUM_GATHERED:
             self._complete_oldest()
 
     def _complete_oldest(self) -> None:

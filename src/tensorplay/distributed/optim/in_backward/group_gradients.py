@@ -35,7 +35,7 @@ from tensorplay.distributed.optim._core.parameter_checks import (
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, describe_parameters
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.replication import replicate_
-from tensorplay.distributed.optim._core.step_schedule import StepDuringBackward
+from tensorplay.distributed.optim._core.step_schedule import StepInBackward
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.transfers import Transfer
 from tensorplay.distributed.optim.in_backward.local_gradients import Consumer
@@ -192,7 +192,11 @@ class _Averaging(GradientReducer):
     ) -> None:
         self._step_everywhere = _StepEverywhere(group.communicator, find_consumer)
         super().__init__(
-            group.communicator, group.agreement, CAPACITY_BYTES, stage=self._step_everywhere
+            group.communicator,
+            group.agreement,
+            CAPACITY_BYTES,
+            during_backward=True,  # so that gradients don't pile up
+            stage=self._step_everywhere,
         )
         self._step_everywhere.parameters = self.parameters
         self.number = group.number
@@ -218,7 +222,7 @@ class _Averaging(GradientReducer):
 
     def postpone(self, index: int) -> None:
         """The next pass steps a parameter only when it ends."""
-        assert isinstance(self._schedule, StepDuringBackward)  # noqa: S101 - narrows a type
+        assert isinstance(self._schedule, StepInBackward)  # noqa: S101 - narrows a type
         self._schedule.postpone(index)
 
     def begin(self) -> None:
@@ -276,7 +280,7 @@ class _StepEverywhere:
     def begin(self) -> None:
         """See :class:`Stage`."""
 
-    def step(self, transfer: Transfer, used: set[int]) -> None:
+    def step(self, averaged: Sequence[tuple[Transfer, set[int]]]) -> None:
         """See :class:`Stage`: not before the averages have been gathered."""
 
     def gather(

@@ -146,11 +146,13 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             optimizer after the model is on its device and in its dtype. If false, parameters keep
             their storage: large ones are sent from there, small ones pass through two staging
             buffers of at most 25 MB.
-        overlap_with_ddp: if true, parameters are updated inside ``backward()``, bucket by bucket: each
-            is reduced, stepped and gathered while backward goes on. Without ``shard_gradients=True``
+        overlap_with_ddp: if true, parameters are updated inside ``backward()``, bucket by bucket: one
+            is stepped while others are reduced or gathered. Without ``shard_gradients=True``
             a communication hook of ``DistributedDataParallel`` does it: see
             ``tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook``; with it, no DDP and no
-            hook is needed, and gradients are freed at once. :meth:`step` may be called as usual and
+            hook is needed, and ``overlap_with_backward`` says when it begins: with ``True`` buckets
+            are updated and their gradients freed while backward goes on, by default on CPUs all is
+            done when the last gradient has been computed. :meth:`step` may be called as usual and
             does nothing; what needs all gradients before the update (clipping by their norm,
             :meth:`full_grad`, ``GradScaler``, closures) raises.
         shard_gradients: if true, use no ``DistributedDataParallel``: the optimizer averages the
@@ -233,11 +235,6 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         elementwise: bool = False,
         **defaults: Any,
     ) -> None:
-        if overlap_with_ddp and overlap_with_backward is False:
-            raise ValueError(
-                "overlap_with_backward=False keeps reductions out of backward, where "
-                "overlap_with_ddp=True has them and the step; leave one of them out"
-            )
         if overlap_with_backward is not None and not shard_gradients:
             raise ValueError(
                 f"overlap_with_backward={overlap_with_backward} says when the optimizer reduces "

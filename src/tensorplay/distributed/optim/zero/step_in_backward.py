@@ -83,17 +83,18 @@ class StepAndGather:
             copy_options_(optimizer.param_groups, optimizer.optim.param_groups)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - a scheduler looks for it
 
-    def step(self, transfer: Transfer, used: set[int]) -> None:
+    def step(self, averaged: Sequence[tuple[Transfer, set[int]]]) -> None:
         """See :class:`Stage`."""
-        layout, result = transfer.bucket.layout, transfer.result
-        if result is None:
-            return
-        start = layout.cuts[self._communicator.members.group_rank]
-        gradients = transfer.bucket.views(result, start)
-        owned = [index for index in gradients if index in used]
-        for index in owned:
-            self._parameters[index].grad = gradients[index]
-        self._step([self._parameters[index] for index in owned])
+        owned: list[torch.Tensor] = []
+        for transfer, used in averaged:
+            if transfer.result is None:
+                continue
+            start = transfer.bucket.layout.cuts[self._communicator.members.group_rank]
+            for index, gradient in transfer.bucket.views(transfer.result, start).items():
+                if index in used:
+                    self._parameters[index].grad = gradient
+                    owned.append(self._parameters[index])
+        self._step(owned)
 
     def step_empty(self, parameters: list[torch.Tensor]) -> None:
         """See :class:`Stage`."""
