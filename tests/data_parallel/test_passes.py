@@ -90,8 +90,16 @@ def test_skipping_what_is_needed_is_an_error_on_every_rank(run: Run) -> None:
     assert first == second
 
 
-def _clipped_in_step(scale: float) -> None:
-    twins = Twins(make_small_and_large, torch.optim.SGD, {"lr": 0.1}, clip_grad_norm=scale)
+def _clipped_in_step(scale: float, fused: bool, observed: bool = False) -> None:
+    options = {"lr": 0.1, "fused": fused}
+    twins = Twins(make_small_and_large, torch.optim.SGD, options, clip_grad_norm=scale)
+    seen: list[torch.Tensor] = []
+    if observed:
+        twins.ours.optim.register_step_pre_hook(
+            lambda *_: seen.extend(
+                p.grad.clone() for p in twins.model.parameters() if p.grad is not None
+            )
+        )
     for step in range(3):
         twins.zero_grad()
         if step == 2:
@@ -107,13 +115,26 @@ def _clipped_in_step(scale: float) -> None:
         pairs = zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True)
         for plain, ours in pairs:
             torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+            if plain.grad is not None:
+                torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-5, atol=1e-7)
+                if observed:
+                    torch.testing.assert_close(seen.pop(0), plain.grad, rtol=1e-5, atol=1e-7)
+        assert not {"grad_scale", "found_inf"} & set(vars(twins.ours.optim))
+        seen.clear()
         assert twins.ours.check_replicas() is None
 
 
 @pytest.mark.parametrize("scale", [0.5, 1e9])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_clipping_in_the_step_is_torchs(run: Run, world_size: int, scale: float) -> None:
-    run(world_size, _clipped_in_step, scale)
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_in_the_step_is_torchs(
+    run: Run, world_size: int, scale: float, fused: bool
+) -> None:
+    run(world_size, _clipped_in_step, scale, fused)
+
+
+def test_a_hook_of_the_inner_optimizer_sees_clipped_gradients(run: Run) -> None:
+    run(2, _clipped_in_step, 0.5, True, True)
 
 
 def _zeroed(how: str) -> None:

@@ -100,12 +100,23 @@ def clip_by_norm_(
             f"the norm of all gradients is {norm.item()}, so they can't be clipped by it; pass "
             "error_if_nonfinite=False to scale by it anyway"
         )
-    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    coefficient = clip_coefficient(norm, max_norm)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)
     for device, members in by_device.items():
-        torch._foreach_mul_(members, coefficient.to(device))
+        if not is_one(coefficient):
+            torch._foreach_mul_(members, coefficient.to(device))
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """By what gradients of that norm are scaled; at most 1."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def is_one(coefficient: torch.Tensor) -> bool:
+    """Whether there is nothing to scale, where looking at it waits for no device."""
+    return coefficient.device.type == "cpu" and bool(coefficient == 1)
 
 
 def _like(stretch: torch.Tensor, real: torch.dtype) -> torch.dtype:

@@ -53,6 +53,23 @@ def make_inner(optim: Any, params: Any, options: Mapping[str, Any]) -> Optimizer
     return made
 
 
+_FUSED = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad})
+
+
+def scales_gradients(optimizer: Optimizer) -> bool:
+    """Whether its kernels divide gradients by ``grad_scale`` first, and nobody looks at them before.
+
+    They leave the scaled gradients in ``.grad``, as if these had been scaled by other means.
+    """
+    return (
+        type(optimizer) in _FUSED
+        and all(group["fused"] is True for group in optimizer.param_groups)
+        and "step" not in vars(optimizer)
+        and not optimizer._optimizer_step_pre_hooks  # noqa: SLF001 - torch has no public name for it
+        and len({p.device for p in all_parameters(optimizer.param_groups)}) == 1
+    )
+
+
 def _require_same(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     own = list(all_parameters(optimizer.param_groups))
     given = [tensor for group in groups for tensor in _tensors(group)]

@@ -19,6 +19,8 @@ from tensorplay.distributed.optim._core.alone import Alone
 from tensorplay.distributed.optim._core.collectives import Communicator, connect
 from tensorplay.distributed.optim._core.gradient_norm import (
     clip_by_norm_,
+    clip_coefficient,
+    is_one,
     norm_across_ranks,
     norm_of_own,
 )
@@ -42,7 +44,11 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
     options_of,
 )
 from tensorplay.distributed.optim.data_parallel.gradients import AveragedEverywhere
-from tensorplay.distributed.optim.data_parallel.inner_optimizer import make_inner, names_of
+from tensorplay.distributed.optim.data_parallel.inner_optimizer import (
+    make_inner,
+    names_of,
+    scales_gradients,
+)
 from tensorplay.distributed.optim.data_parallel.reduction_plan import (
     CAPACITY_BYTES,
     ReductionPlan,
@@ -329,8 +335,10 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
             self._gradients.reduce("step (reduce)")
         with self._times.measure("step"):
             if closure is None:
-                self._clip_()
-            loss = self._step_inner(closure and self._synchronised(closure), kwargs)
+                with self._clipped():
+                    loss = self._step_inner(None, kwargs)
+            else:
+                loss = self._step_inner(self._synchronised(closure), kwargs)
         self._num_steps += 1
         self._times.count_step()
         return loss
@@ -379,9 +387,36 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
         self._gradients.forget()
         self._gradients.backward_pass.remove()
 
-    def _clip_(self) -> None:
-        if self.clip_grad_norm is None:
+    @contextmanager
+    def _clipped(self) -> Iterator[None]:
+        """Inside, the inner optimizer steps clipped gradients; its fused kernels clip by themselves."""
+        max_norm = self.clip_grad_norm
+        if max_norm is None:
+            yield
             return
+        everything = self._measure_norm()
+        assert self.grad_norm is not None  # noqa: S101 - narrows a type; the line above has set it
+        coefficient = clip_coefficient(self.grad_norm, max_norm)
+        if is_one(coefficient) or not scales_gradients(self.optim):
+            clip_by_norm_(everything, self.grad_norm, max_norm, error_if_nonfinite=False)
+            yield
+            return
+        inner: Any = self.optim
+        inner.grad_scale = coefficient.float().reciprocal()
+        inner.found_inf = torch.zeros_like(inner.grad_scale)
+        try:
+            yield
+        finally:
+            del inner.grad_scale, inner.found_inf
+
+    def _clip_(self) -> None:
+        if self.clip_grad_norm is not None:
+            everything = self._measure_norm()
+            assert self.grad_norm is not None  # noqa: S101 - narrows a type; the line above has set it
+            clip_by_norm_(everything, self.grad_norm, self.clip_grad_norm, error_if_nonfinite=False)
+
+    def _measure_norm(self) -> list[torch.Tensor]:
+        """Sets :attr:`grad_norm`; returns tensors that together hold all gradients."""
         counted, everything = self._gradients.counted_and_all()
         doubles = any(p.dtype.to_real() is torch.float64 for p in self._parameters)
         self.grad_norm = norm_across_ranks(
@@ -390,7 +425,7 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
             2.0,
             torch.float64 if doubles else torch.float32,
         )
-        clip_by_norm_(everything, self.grad_norm, self.clip_grad_norm, error_if_nonfinite=False)
+        return everything
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure on all ranks' batches, as far as the inner optimizer can tell."""
