@@ -3,13 +3,19 @@
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau
 
 from tensorplay.distributed.optim import DistributedOptimizer
@@ -233,6 +239,58 @@ def _checkpointed() -> None:
 
 def test_dcp_creates_and_reads_the_state(run: Run) -> None:
     run(2, _checkpointed)
+
+
+def _make_net() -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def _trained(model: nn.Module, optimizer: DistributedOptimizer, first: int) -> None:
+    for step in range(first, first + 3):
+        optimizer.zero_grad()
+        model(torch.full((2, 3), 1.0 + step)).square().sum().backward()
+        optimizer.step()
+
+
+def _state_of(model: nn.Module, optimizer: DistributedOptimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _saved_to_files(folder: str) -> list[torch.Tensor]:
+    model = _make_net()
+    optimizer = DistributedOptimizer(AdamW, model.parameters(), lr=0.1)
+    _trained(model, optimizer, 0)
+    dcp.save(_state_of(model, optimizer), checkpoint_id=folder)
+    _trained(model, optimizer, 3)
+    return values_of(model.parameters())
+
+
+def _loaded_from_files(folder: str) -> list[torch.Tensor]:
+    model = _make_net()
+    optimizer = DistributedOptimizer(AdamW, model.parameters(), lr=0.3)
+    state = _state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    _trained(model, optimizer, 3)
+    return values_of(model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_dcp_saves_and_loads_files(run: Run, tmp_path: Path, world_size: int) -> None:
+    first, *others = run(2, _saved_to_files, str(tmp_path / "checkpoint"))
+    others += run(world_size, _loaded_from_files, str(tmp_path / "checkpoint"))
+    for other in others:
+        if world_size == 2:
+            require_equal(first, other)
+        torch.testing.assert_close(other, first, rtol=1e-6, atol=1e-6)  # thirds are rounded
 
 
 def _hooked() -> None:
