@@ -6,8 +6,11 @@ Note [Two kinds of buckets]
     views of it before backward accumulates, so that nothing is packed afterwards.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+import itertools
+import operator
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +26,15 @@ class AveragedMark:
         """The gradient has been averaged."""
         gradient._averaged_by = self  # type: ignore[attr-defined]  # noqa: SLF001 - our attribute on torch's object
 
+    def set_all_(self, gradients: Iterable[torch.Tensor]) -> None:
+        """The same for many."""
+        assign(gradients, "_averaged_by", itertools.repeat(self))
+
+    def is_on_any(self, gradients: Iterable[torch.Tensor]) -> bool:
+        """Whether one of them has."""
+        marks = map(getattr, gradients, itertools.repeat("_averaged_by"), itertools.repeat(None))
+        return self in set(marks)
+
     def is_on(self, gradient: torch.Tensor) -> bool:
         """Whether it has."""
         return getattr(gradient, "_averaged_by", None) is self
@@ -31,6 +43,11 @@ class AveragedMark:
     def clear_(gradient: torch.Tensor) -> None:
         """The memory of the gradient is used again."""
         gradient._averaged_by = None  # type: ignore[attr-defined]  # noqa: SLF001 - our attribute on torch's object
+
+
+def assign(targets: Iterable[Any], name: str, values: Iterable[Any]) -> None:
+    """Sets an attribute of each, which may be thousands: the loop isn't Python's."""
+    deque(map(setattr, targets, itertools.repeat(name), values), maxlen=0)
 
 
 class GradientBucket(Protocol):
@@ -92,7 +109,9 @@ class PackedGradients:
     ) -> None:
         self.layout = layout
         self._specs = specs
-        self._members = [(slot.parameter, parameters[slot.parameter]) for slot in layout.slots]
+        self._indices = [slot.parameter for slot in layout.slots]
+        self._parameters = [parameters[index] for index in self._indices]
+        self._members = list(zip(self._indices, self._parameters, strict=True))
         self._keep = keep
         self._views: list[torch.Tensor] = []
         self._flat: torch.Tensor | None = None
@@ -101,10 +120,14 @@ class PackedGradients:
     def arm_(self) -> None:
         """See :class:`GradientBucket`."""
         flat = self._allocate()
-        bare = [place for place, (_, p) in enumerate(self._members) if p.grad is None]
+        bare = [place for place, p in enumerate(self._parameters) if p.grad is None]
         if len(bare) == len(self._members):
             flat.zero_()
-        elif bare:
+            assign(self._views, "_averaged_by", itertools.repeat(None))
+            assign(self._parameters, "grad", self._views)
+            self._armed.update(self._indices)
+            return
+        if bare:
             torch._foreach_zero_([self._views[place] for place in bare])
         for place in bare:
             index, parameter = self._members[place]
@@ -130,7 +153,9 @@ class PackedGradients:
     def local(self) -> torch.Tensor:
         """See :class:`GradientBucket`."""
         flat = self._allocate()
-        for (_, parameter), view in zip(self._members, self._views, strict=True):
+        if all(map(operator.is_, map(_grad_of, self._parameters), self._views)):
+            return flat
+        for parameter, view in zip(self._parameters, self._views, strict=True):
             gradient = parameter.grad
             if gradient is view:
                 continue
@@ -202,6 +227,9 @@ class PackedGradients:
             self._views = [buffer.view(slot) for slot in self.layout.slots]
             self._flat = flat
         return self._flat
+
+
+_grad_of = operator.attrgetter("grad")
 
 
 class PackedWhenSent(PackedGradients):

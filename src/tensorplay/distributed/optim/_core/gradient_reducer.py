@@ -47,6 +47,7 @@ from tensorplay.distributed.optim._core.gradient_buckets import (
     PackedGradients,
     PackedWhenSent,
     SoleGradient,
+    assign,
 )
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
@@ -64,6 +65,9 @@ from tensorplay.distributed.optim._core.usage import Usage
 
 NUM_IN_FLIGHT = 2
 """Exchanges under way at a time, if they are large."""
+
+LEAST_KEPT_BYTES = 16 * 1024 * 1024
+"""Smaller pieces of memory are kept by the C library."""
 
 ROUND_BYTES = 4 * 1024 * 1024
 """What a rank receives at a time, so that it can average while the next is under way."""
@@ -117,6 +121,8 @@ class GradientReducer:
         self._foreign: list[torch.Tensor] = []
         self._set_aside: dict[int, torch.Tensor] = {}
         self._cut: dict[GradientBucket, tuple[Slot, ...]] = {}
+        self._indices_of: dict[GradientBucket, list[int]] = {}
+        self._num_kept_bytes = 0
         self._receive_memory = ReceiveMemory(capacity_bytes)
         self._partial: dict[int, PartialGradient] = {}
         self._sentinels: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -181,8 +187,7 @@ class GradientReducer:
                 self._reduced_by_default[slot.parameter] = layout.trainable
                 self._watched.append(self.parameters[slot.parameter])
             if len(layout.slots) == 1:
-                # Other devices have allocators that keep memory.
-                keep = self._stage is None and layout.device.type == "cpu"
+                keep = self._keeps_slice(layout)
                 self.buckets.append(SoleGradient(layout, specs, self.parameters, keep=keep))
             elif self._stage is not None and self._during_backward:
                 self.buckets.append(PackedWhenSent(layout, specs, self.parameters))
@@ -191,9 +196,25 @@ class GradientReducer:
                 num_kept += 1
                 self.buckets.append(PackedGradients(layout, specs, self.parameters, keep=keep))
         for bucket in self.buckets[len(self.buckets) - len(layouts) :]:
+            self._indices_of[bucket] = [slot.parameter for slot in bucket.layout.slots]
             cut = bucket.layout.cut_slots(*self._own_extent(bucket.layout))
             if cut:
                 self._cut[bucket] = cut
+
+    def _keeps_slice(self, layout: BucketLayout) -> bool:
+        """Whether the average of a large parameter's slice keeps its memory from step to step.
+
+        On CPUs fresh memory of that size costs more than the transfer; other devices have
+        allocators that keep it.
+        """
+        start, end = self._own_extent(layout)
+        nbytes = (end - start) * layout.dtype.itemsize
+        is_fresh = nbytes >= LEAST_KEPT_BYTES and nbytes < layout.nbytes
+        fits = self._num_kept_bytes + nbytes <= NUM_KEPT * self._capacity_bytes
+        keeps = self._stage is None and layout.device.type == "cpu" and is_fresh and fits
+        if keeps:
+            self._num_kept_bytes += nbytes
+        return keeps
 
     def _make_schedule(self, *, during_backward: bool) -> Schedule:
         me = weakref.proxy(self)
@@ -468,9 +489,7 @@ class GradientReducer:
         """Launches exchanges, and yields them in order, while the next are under way."""
         in_flight: deque[Transfer] = deque()
         buckets = [
-            bucket
-            for bucket in self.buckets
-            if not used.isdisjoint(slot.parameter for slot in bucket.layout.slots)
+            bucket for bucket in self.buckets if not used.isdisjoint(self._indices_of[bucket])
         ]
         for transfer in self._launch_all(buckets):
             in_flight.append(transfer)
@@ -615,20 +634,34 @@ class GradientReducer:
             if result is not None
         }
         bucket.release()
-        for slot in bucket.layout.slots:
-            index = slot.parameter
-            if index not in used:
-                continue
-            parameter = self.parameters[index]
-            before = self._set_aside.pop(index, None)
-            gradient = whole.get(index)
-            if gradient is None:
-                parameter.grad = self._partial_gradient(index, parts.get(index), before)
-                continue
-            if before is not None:
-                gradient.add_(before)
-            self._mark.set_(gradient)
-            parameter.grad = gradient
+        indices = self._indices_of[bucket]
+        if self._set_aside or not used.issuperset(indices):
+            for index in indices:
+                if index in used:
+                    self._show_one(index, whole.get(index), parts.get(index))
+            return
+        self._mark.set_all_(whole.values())  # as many at once as there may be
+        assign(map(self.parameters.__getitem__, whole), "grad", whole.values())
+        others = [index for index in indices if index not in whole]
+        if not parts and self._partial.keys() >= set(others):
+            partial = map(self._partial.__getitem__, others)
+            assign(map(self.parameters.__getitem__, others), "grad", partial)
+            return
+        for index in others:
+            self._show_one(index, None, parts.get(index))
+
+    def _show_one(
+        self, index: int, gradient: torch.Tensor | None, part: torch.Tensor | None
+    ) -> None:
+        parameter = self.parameters[index]
+        before = self._set_aside.pop(index, None)
+        if gradient is None:
+            parameter.grad = self._partial_gradient(index, part, before)
+            return
+        if before is not None:
+            gradient.add_(before)
+        self._mark.set_(gradient)
+        parameter.grad = gradient
 
     def _partial_gradient(
         self, index: int, part: torch.Tensor | None, before: torch.Tensor | None
@@ -695,7 +728,11 @@ class GradientReducer:
 
     def set_averages_aside(self) -> None:
         """See :class:`Reductions` and Note [Reduced and own gradients]."""
-        for index, gradient in self._gradients():
+        found = self._gradients()
+        gradients = list(map(_second, found))
+        if set(map(type, gradients)) <= {torch.Tensor} and not self._mark.is_on_any(gradients):
+            return
+        for index, gradient in found:
             if not self._is_own(gradient):
                 self._set_aside_one(index)
 

@@ -18,7 +18,11 @@ from tensorplay.distributed.optim._core.collectives import (
     Communicator,
     Waitable,
 )
-from tensorplay.distributed.optim._core.gradient_buckets import AveragedMark, GradientBucket
+from tensorplay.distributed.optim._core.gradient_buckets import (
+    AveragedMark,
+    GradientBucket,
+    assign,
+)
 from tensorplay.distributed.optim._core.gradient_reducer import GradientReducer
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, is_dense
 from tensorplay.distributed.optim._core.ranks import GroupRank
@@ -237,6 +241,10 @@ class AveragedEverywhere(GradientReducer):
             transfer.local.copy_(transfer.payload)
         averages = bucket.views(transfer.local, 0)
         bucket.release()
+        if not self._set_aside and used.issuperset(averages):
+            self._mark.set_all_(averages.values())
+            assign(map(self.parameters.__getitem__, averages), "grad", averages.values())
+            return
         for slot in bucket.layout.slots:
             if slot.parameter in used:
                 self._show_average(slot.parameter, averages[slot.parameter])
