@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from tensorplay.distributed.optim._core import gradient_reducer
 from tests.zero import test_join
 from tests.zero.elements.ways import DURING, ELEMENTS, FLAT, in_another_way
 from tests.zero.gradients import (
@@ -176,3 +178,26 @@ def test_as_with_whole_parameters(
     args: tuple[Any, ...],
 ) -> None:
     run(world_size, in_another_way, way, function, *args)
+
+
+KEEPING: list[Case] = [
+    case
+    for case in IN_ELEMENTS
+    if case[1].__module__ in (test_passes.__name__, test_oracle.__name__)
+]
+
+
+def _keeping(function: Callable[..., Any], *args: Any) -> Any:
+    """Large slices keep the memory of their averages, however small they are."""
+    with (
+        mock.patch.object(gradient_reducer, "LEAST_KEPT_BYTES", 1),
+        mock.patch.object(gradient_reducer, "NUM_KEPT", 1000),
+    ):
+        return in_another_way(ELEMENTS, function, *args)
+
+
+@pytest.mark.parametrize(("world_size", "function", "args"), KEEPING)
+def test_memory_of_slices_that_is_kept(
+    run: Run, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    run(world_size, _keeping, function, *args)
