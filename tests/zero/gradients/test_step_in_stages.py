@@ -74,7 +74,7 @@ def _train(
         **options,
         lr=0.01,
     )
-    assert optimizer._steps_in_stages() == overlap
+    assert optimizer._update.has_stages(optimizer.optim) == overlap
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     torch.manual_seed(dist.get_rank())
     for number in range(6):

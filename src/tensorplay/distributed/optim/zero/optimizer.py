@@ -17,14 +17,11 @@ from torch.optim import Optimizer
 from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement, Settlement
 from tensorplay.distributed.optim._core.collectives import (
-    CommunicationError,
-    Waitable,
     connect,
 )
 from tensorplay.distributed.optim._core.coupled_optimizers import (
     refuse_coupled,
 )
-from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
 from tensorplay.distributed.optim._core.gradient_norm import (
     clip_by_norm_,
     find_unclippable,
@@ -76,11 +73,11 @@ from tensorplay.distributed.optim.zero.overlap import (
     SteppedInBackward,
 )
 from tensorplay.distributed.optim.zero.sharded_parameters import ShardedParameters
+from tensorplay.distributed.optim.zero.sharded_step import ShardedStep
 from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 from tensorplay.distributed.optim.zero.sharding_policy import ShardingPolicy
 from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
 from tensorplay.distributed.optim.zero.step_in_backward import StepAndGather
-from tensorplay.distributed.optim.zero.step_stages import StagedGroups, can_be_staged
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -224,8 +221,6 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self.process_group = self._communicator.process_group
         self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
         self._consolidated: dict[str, Any] | None = None
-        self._staged: tuple[Any, StagedGroups] | None = None
-        self._overlaps_gather = overlap_with_backward
         self._stage = (
             StepAndGather(self._communicator) if overlap_with_ddp and shard_gradients else None
         )
@@ -290,6 +285,14 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._gradients.watch(sharded.parameters, sharded.plan, sharded.plan.gradient_layouts)
         if overlap_with_forward and module is not None:
             self._forward_gather = ForwardGather(module, sharded.buckets, sharded.parameters)
+        self._update = ShardedStep(
+            self._communicator,
+            self._agreement,
+            sharded,
+            self._local,
+            self._forward_gather,
+            overlaps=overlap_with_backward,
+        )
 
     def _plan_and_build(
         self, params: Iterable[Any], optimizer_class: type[Optimizer], defaults: dict[str, Any]
@@ -408,13 +411,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             )
         if some_unreduced:
             self._gradients.reduce("step (reduce)")
-        if closure is None and not kwargs and self._steps_in_stages():
-            self._step_and_gather_in_stages()
-            return None
-        loss, error = self._step_owned(closure, kwargs)
-        with record_function(f"{type(self).__name__}.gather"):
-            self._gather_parameters(error)
-        return loss
+        return self._update.run(self, self._gradients, closure, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``, for all parameters. No communication."""
@@ -627,95 +624,6 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         """The group across which the state is sharded."""
         return self.process_group
 
-    def _step_owned(
-        self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]
-    ) -> tuple[Any, Exception | None]:
-        def live_closure() -> Any:
-            copy_options_(self.optim.param_groups, self.param_groups)
-            error, loss = None, None
-            try:
-                loss = closure()  # type: ignore[misc] # mypy can't check what is unpacked or optional here
-            except Exception as problem:  # noqa: BLE001 - other ranks may wait for our backward
-                error = problem
-            self._gradients.closure_returned(error)
-            copy_options_(self.param_groups, self.optim.param_groups)
-            self._sharded.slices.take_gradients_(self.optim)
-            return loss
-
-        storages = KeptStorages([])
-        error: Exception | None = None
-        try:
-            if closure is None:
-                self._sharded.slices.take_gradients_(self.optim)
-            storages = KeptStorages(self._local.memories(self.optim))
-            loss = self._step_inner(live_closure if closure else None, kwargs)
-            copy_options_(self.optim.param_groups, self.param_groups)
-        except Exception as problem:  # noqa: BLE001 - the other ranks wait for our parameters
-            loss, error = None, problem
-        self._sharded.slices.drop_gradients_()
-        misfit = storages.restore_()
-        if misfit is not None and error is None:
-            error = self._describe_misfit(misfit)
-        return loss, error
-
-    def _steps_in_stages(self) -> bool:
-        """Whether what has been stepped is sent while the rest is: as reductions overlap with backward."""
-        if self._overlaps_gather is None:
-            self._overlaps_gather = any(p.device.type != "cpu" for p in self._sharded.parameters)
-        return (
-            self._overlaps_gather
-            and self._forward_gather is None
-            and self._communicator.members.world_size > 1
-            and len(self._sharded.buckets.stages(trainable=True)) > 1
-            and can_be_staged(self.optim)
-        )
-
-    @torch.no_grad()
-    def _step_and_gather_in_stages(self) -> None:
-        """What :meth:`_step_owned` and :meth:`_gather_parameters` do, but for several parts in turn."""
-        error: Exception | None = None
-        launched: list[tuple[int, Waitable]] = []
-        try:
-            self._sharded.slices.take_gradients_(self.optim)
-            groups = self._staged_groups()
-        except Exception as problem:  # noqa: BLE001 - the other ranks wait for our parameters
-            error = problem
-        for stage, numbers in enumerate(self._sharded.buckets.stages(trainable=True)):
-            if error is None:
-                try:
-                    groups.step(self.optim, stage)
-                except Exception as problem:  # noqa: BLE001 - as above
-                    error = problem
-            with record_function(f"{type(self).__name__}.gather"):
-                launched += [
-                    (n, self._sharded.buckets.launch(n, self._communicator)) for n in numbers
-                ]
-        self._sharded.slices.drop_gradients_()
-        if error is None:
-            copy_options_(self.optim.param_groups, self.param_groups)
-        with record_function(f"{type(self).__name__}.gather"):
-            self._gather_parameters(error, launched)
-
-    def _staged_groups(self) -> StagedGroups:
-        formed = len(self.param_groups), self._sharded.slices.num_formed
-        if self._staged is None or self._staged[0] != formed:
-            number_of = {
-                slot.parameter: stage
-                for stage, numbers in enumerate(self._sharded.buckets.stages(trainable=True))
-                for number in numbers
-                for slot in self._sharded.buckets.buckets[number].layout.slots
-            }
-            stage_of = {
-                self._sharded.parameters[index]: stage for index, stage in number_of.items()
-            }
-            stage_of.update(
-                (each.tensor, number_of[each.pieces[0].parameter])
-                for each in self._sharded.slices.slices
-            )
-            num_stages = len(self._sharded.buckets.stages(trainable=True))
-            self._staged = formed, StagedGroups(self.optim.param_groups, stage_of, num_stages)
-        return self._staged[1]
-
     def _describe_misfit(self, misfit: torch.Tensor) -> Exception:
         return self._sharded.describe_misfit(misfit, self.optim, self.param_groups)
 
@@ -783,46 +691,6 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     def is_in_join(self) -> bool:
         """Whether this optimizer takes part in a ``Join`` at the moment."""
         return bool(self._join_config.enable)
-
-    @torch.no_grad()
-    def _gather_parameters(
-        self, error: Exception | None, launched: Sequence[tuple[int, Waitable]] | None = None
-    ) -> None:
-        """Gathers the trainable buckets, and the frozen ones if one was thawed since the plan.
-
-        Args:
-            error: what went wrong on this rank.
-            launched: those gathers that are under way; all trainable ones, or ``None``.
-        """
-        failure, thawed = None, int(self._owned_frozen_was_thawed())
-        settlement = self._agreement.start("step (update)", error=error, flag=thawed)
-        if launched is not None:
-            self._sharded.buckets.finish_all(launched)
-        elif self._forward_gather is None:
-            self._sharded.buckets.gather(self._communicator, trainable=True)
-        try:
-            thawed = settlement.wait()
-        except CommunicationError:
-            raise
-        except Exception as problem:  # noqa: BLE001 - raised below, when the replicas agree again
-            failure, thawed = problem, 1
-        if self._forward_gather is not None:  # what ranks agree on would queue up behind it
-            self._forward_gather.launch(self._communicator, frozen=bool(thawed))
-        elif thawed:
-            self._sharded.buckets.gather(self._communicator, trainable=False)
-        if failure:
-            raise failure
-
-    def _owned_frozen_was_thawed(self) -> bool:
-        rank = self._communicator.members.group_rank
-        frozen = (
-            self._sharded.parameters[slot.parameter]
-            for layout in self._sharded.plan.layouts
-            if not layout.trainable
-            for slot in layout.slots_of(rank)
-        )
-        # The step may have dropped the gradient, and a gradient needs no `requires_grad`.
-        return any(p.requires_grad or p.grad is not None for p in frozen)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Brings the full optimizer state to one rank, where :meth:`state_dict` then returns it.
