@@ -1,7 +1,5 @@
 """``ZeroRedundancyOptimizer``: any optimizer, its state sharded across the ranks of a group."""
 
-import copy
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -14,7 +12,6 @@ from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement, Settlement
 from tensorplay.distributed.optim._core.collectives import (
     connect,
@@ -31,34 +28,24 @@ from tensorplay.distributed.optim._core.gradient_norm import (
 from tensorplay.distributed.optim._core.joined_calls import FollowWhenJoined, JoinedCalls
 from tensorplay.distributed.optim._core.local_shard import (
     is_dtensor,
-    rewrap,
-    unwrap,
 )
 from tensorplay.distributed.optim._core.parameter_checks import (
     describe_options,
 )
-from tensorplay.distributed.optim._core.partition import IN_PARTS
-from tensorplay.distributed.optim._core.ranks import GroupRank
-from tensorplay.distributed.optim._core.state_dicts import full_indexed, own_part, require_fit
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
-    NOT_OPTIONS,
     WrappedOptimizer,
     canonical_group,
     canonical_groups,
     copy_options_,
-    options_of,
-    parameter_indices,
 )
-from tensorplay.distributed.optim.zero.checkpoint import consolidate
 from tensorplay.distributed.optim.zero.clipping import gradient_from
 from tensorplay.distributed.optim.zero.ddp_reduction import ReducedInHooks
 from tensorplay.distributed.optim.zero.flat_slices import (
-    SlicedState,
     StateByParameter,
-    merge,
 )
 from tensorplay.distributed.optim.zero.forward_gather import ForwardGather, require_module
+from tensorplay.distributed.optim.zero.full_state import FullState
 from tensorplay.distributed.optim.zero.gradients import (
     AveragedElsewhere,
     Gradients,
@@ -74,7 +61,6 @@ from tensorplay.distributed.optim.zero.overlap import (
 )
 from tensorplay.distributed.optim.zero.sharded_parameters import ShardedParameters
 from tensorplay.distributed.optim.zero.sharded_step import ShardedStep
-from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
 from tensorplay.distributed.optim.zero.sharding_policy import ShardingPolicy
 from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
 from tensorplay.distributed.optim.zero.step_in_backward import StepAndGather
@@ -220,7 +206,6 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._agreement = Agreement(self._communicator, type(self).__name__)
         self.process_group = self._communicator.process_group
         self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
-        self._consolidated: dict[str, Any] | None = None
         self._stage = (
             StepAndGather(self._communicator) if overlap_with_ddp and shard_gradients else None
         )
@@ -256,6 +241,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         )
         self._sharded = sharded = ShardedParameters(self._communicator, self._policy)
         self._local = LocalGroups(sharded, self._communicator.members.group_rank)
+        self._full_state = FullState(self._communicator, self._agreement, sharded)
         error = None
         try:
             self._plan_and_build(params, optimizer_class, defaults)
@@ -707,43 +693,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             TypeError: if a parameter's state holds something that is neither a tensor nor plain
                 data; the other ranks raise too.
         """
-        own: dict[int, Any] = {}
-        parts: dict[int, Any] = {}
-        description: dict[str, Json] = {}
-        error = None
-        try:
-            target = self._require_rank(to)
-            inner = self.optim.state_dict()
-            own, shared, rest = full_indexed(inner, self.optim.param_groups, self.param_groups)
-            own, parts = self._with_sliced(unwrap(own), inner)
-            description = {
-                "to": target,
-                "shared state": {str(k): tagged_json.describe(v) for k, v in shared.items()},
-                "state dict": {str(k): tagged_json.describe(v) for k, v in rest.items()},
-            }
-            if target == self._communicator.members.group_rank:
-                groups = self._packed_groups()
-                shared, groups, rest = copy.deepcopy((shared, groups, rest))
-        except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
-            error = problem
-        self._agreement.settle("consolidate_state_dict", description, error)
-        self._consolidated = None
-        full = consolidate(
-            self._communicator, self._agreement, own, target, self._sharded.device_of_type
-        )
-        if any(map(self._sharded.plan.is_in_parts, self._sharded.plan.flat_layouts)):
-            all_parts = consolidate(
-                self._communicator, self._agreement, parts, target, self._sharded.device_of_type
-            )
-            full = _merged(full, all_parts, self._sharded.plan)
-        if full is not None:
-            parameter_at = {i: p for p, i in parameter_indices(self.param_groups).items()}
-            full = {index: rewrap(state, parameter_at[index]) for index, state in full.items()}
-            self._consolidated = {"state": {**full, **shared}, "param_groups": groups, **rest}
+        self._full_state.consolidate(self.optim, self.param_groups, to)
 
     def release_consolidated_state_dict(self) -> None:
         """Drops the copy that :meth:`consolidate_state_dict` made. No communication."""
-        self._consolidated = None
+        self._full_state.release()
 
     def state_dict(self) -> dict[str, Any]:
         """The full state as it was at the last consolidation, in the plain optimizer's format.
@@ -756,23 +710,13 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        if self._consolidated is None:
+        snapshot = self._full_state.snapshot()
+        if snapshot is None:
             raise RuntimeError(
                 "Optimizer state has not been consolidated on this rank. Please call "
                 f"`consolidate_state_dict(to={self._communicator.members.group_rank})` on all ranks "
                 "beforehand if you meant to save the global state."
             )
-        snapshot = {
-            "state": {
-                key: dict(value) if isinstance(value, dict) else value
-                for key, value in self._consolidated["state"].items()
-            },
-            "param_groups": [
-                {**group, "params": list(group["params"])}
-                for group in self._consolidated["param_groups"]
-            ],
-        }
-        snapshot = {**self._consolidated, **snapshot}
         return self._run_state_dict_hooks(snapshot)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -790,88 +734,13 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 on any rank.
             RuntimeError: if the ranks' dicts have different options.
         """
-        slices_before = tuple(self._sharded.slices.slices)
-        state_before = self.optim.state
-        groups_before = [dict(group) for group in self.optim.param_groups]
-        outer_before = [dict(group) for group in self.param_groups]
-        error = None
-        try:
-            state_dict = self._run_load_hooks(state_dict)
-            require_fit(state_dict, self.param_groups)
-            self._load_own(state_dict)
-            self._adopt_loaded_groups_(state_dict["param_groups"])
-        except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
-            error = problem
-        try:
-            self._agreement.settle(
-                "load_state_dict", None if error else describe_options(self.param_groups), error
-            )
-        except BaseException:
-            self.optim.state = state_before
-            self.optim.param_groups = groups_before
-            self._sharded.slices.drop(self._sharded.slices.num_buckets, slices_before)
-            for group, before in zip(self.param_groups, outer_before, strict=True):
-                _become_(group, before)
-            raise
+        self._full_state.load_(
+            self.optim, self.param_groups, lambda: self._run_load_hooks(state_dict)
+        )
         if self._stage is not None:
             self._stage.refresh()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
-
-    def _load_own(self, state_dict: dict[str, Any]) -> None:
-        """Loads what this rank owns of a full state dict that fits into the local optimizer."""
-        saved = state_dict["state"]
-        saved_index = {
-            parameter: index
-            for group, ours in zip(state_dict["param_groups"], self.param_groups, strict=True)
-            for parameter, index in zip(ours["params"], group["params"], strict=True)
-        }
-        sliced = self._sharded.slices.load(
-            self.optim,
-            {
-                index: saved[saved_index[parameter]]
-                for index, parameter in enumerate(self._sharded.parameters)
-                if saved_index.get(parameter) in saved
-            },
-        )
-        own = own_part(state_dict, self.param_groups, self.optim.param_groups)
-        own_index = parameter_indices(self.optim.param_groups)
-        own["state"].update({own_index[tensor]: state for tensor, state in sliced.items()})
-        self.optim.load_state_dict(own)
-
-    def _with_sliced(
-        self, own: dict[int, Any], inner: dict[str, Any]
-    ) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Adds the state in flat slices by index; what is a part of a parameter's is apart."""
-        own_index = parameter_indices(self.optim.param_groups)
-        by_tensor = {
-            each.tensor: inner["state"][own_index[each.tensor]]
-            for each in self._sharded.slices.slices
-            if own_index[each.tensor] in inner["state"]
-        }
-        index_of = parameter_indices(self.param_groups)
-        rank, world_size = self._communicator.members.group_rank, len(self._sharded.plan.loads)
-        parts: dict[int, Any] = {}
-        for number, part in self._sharded.slices.states(by_tensor).items():
-            spec, index = (
-                self._sharded.plan.specs[number],
-                index_of[self._sharded.parameters[number]],
-            )
-            if self._sharded.plan.partition.owners[number] == IN_PARTS:
-                parts[number * world_size + rank] = [index, *part]
-            else:
-                own[index] = merge([part], spec)
-        return {index: own[index] for index in sorted(own)}, parts
-
-    def _adopt_loaded_groups_(self, loaded: Sequence[dict[str, Any]]) -> None:
-        """Our groups take the options that the local optimizer has after loading."""
-        for group, inner, saved in zip(
-            self.param_groups, self.optim.param_groups, loaded, strict=True
-        ):
-            kept = {key: group[key] for key in NOT_OPTIONS if key in group}
-            if "param_names" in saved:
-                kept["param_names"] = list(saved["param_names"])
-            _become_(group, {**options_of(inner), **kept})
 
     def sharding_report(self) -> ShardingReport:
         """Who owns how much, in how many buckets it travels, and how many bytes a step sends.
@@ -924,40 +793,3 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
     def _find_replaced(self) -> RuntimeError | None:
         return self._sharded.find_replaced(self.param_groups)
-
-    def _require_rank(self, rank: Any) -> GroupRank:
-        world_size = self._communicator.members.world_size
-        if rank not in range(world_size):
-            raise ValueError(f"to={rank!r} is not a rank of a group of {world_size}")
-        return GroupRank(operator.index(rank))
-
-    def _packed_groups(self) -> list[dict[str, Any]]:
-        indices = parameter_indices(self.param_groups)
-        return [
-            {
-                **{key: value for key, value in group.items() if key != "params"},
-                "params": [indices[parameter] for parameter in group["params"]],
-            }
-            for group in self.param_groups
-        ]
-
-
-def _merged(
-    full: dict[int, Any] | None, parts: dict[int, Any] | None, plan: ShardingPlan
-) -> dict[int, Any] | None:
-    """The state of all parameters, on the rank that received it: parts are put together, and let go."""
-    if full is None or parts is None:
-        return None
-    by_parameter: dict[int, list[Any]] = {}
-    for key in list(parts):
-        by_parameter.setdefault(key // len(plan.loads), []).append(parts.pop(key))
-    for number in list(by_parameter):
-        held = by_parameter.pop(number)
-        full[held[0][0]] = merge([SlicedState(*part[1:]) for part in held], plan.specs[number])
-    return {index: full[index] for index in sorted(full)}
-
-
-def _become_(target: dict[str, Any], source: dict[str, Any]) -> None:
-    """Makes ``target`` equal to ``source`` without replacing it: others hold it."""
-    target.clear()
-    target.update(source)
