@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.profiler import record_function
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from tensorplay.distributed.optim._core.agreement import Agreement, Settlement
@@ -25,7 +25,7 @@ from tensorplay.distributed.optim._core.gradient_norm import (
     norm_across_ranks,
     norm_of_own,
 )
-from tensorplay.distributed.optim._core.joined_calls import FollowWhenJoined, JoinedCalls
+from tensorplay.distributed.optim._core.joined_calls import FollowWhenJoined
 from tensorplay.distributed.optim._core.local_shard import (
     is_dtensor,
 )
@@ -51,7 +51,7 @@ from tensorplay.distributed.optim.zero.gradients import (
     Gradients,
     ReducedToOwners,
 )
-from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
+from tensorplay.distributed.optim.zero.join import StepWhenJoined, UnevenInputs
 from tensorplay.distributed.optim.zero.local_optimizer import COUPLED, LocalGroups
 from tensorplay.distributed.optim.zero.overlap import (
     EndWhenJoined,
@@ -200,8 +200,6 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 "gradients, which it does with shard_gradients=True only; leave it out"
             )
         Joinable.__init__(self)
-        self._has_joined = False
-        self._is_following = False
         self._communicator = connect(process_group, type(self).__name__)
         self._agreement = Agreement(self._communicator, type(self).__name__)
         self.process_group = self._communicator.process_group
@@ -241,6 +239,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         )
         self._sharded = sharded = ShardedParameters(self._communicator, self._policy)
         self._local = LocalGroups(sharded, self._communicator.members.group_rank)
+        self._uneven_inputs = UnevenInputs(self._communicator, self._agreement, sharded)
         self._full_state = FullState(self._communicator, self._agreement, sharded)
         error = None
         try:
@@ -384,7 +383,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             scales = vars(self).pop("grad_scale", _ABSENT) is not _ABSENT  # GradScaler sets it
             return self.overlapped_step.step_called(closure, kwargs, scales=scales)
         if self._join_config.enable:
-            self._take_part_in_join(closure)
+            self._uneven_inputs.begin_step(
+                self, self._gradients, self.param_groups, has_closure=closure is not None
+            )
         with record_function(f"{type(self).__name__}.agree"):
             problem = self._find_replaced() or self._gradients.find_unfinished()
             if problem is None:
@@ -514,29 +515,17 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
     def _announce_backward(self) -> None:
         self._announce("backward", num_begun=self._gradients.num_begun)
-        if self._stage is not None and self._join_config.enable:
-            self._join_round().run(self.param_groups, joined=self._has_joined, gradients=False)
+        if self._stage is not None and self.is_in_join:
+            joined = self._uneven_inputs.has_joined
+            self._uneven_inputs.round.run(self.param_groups, joined=joined, gradients=False)
 
     def _announce(self, call: str, **arguments: Json) -> None:
-        """Inside ``Join``, tells the ranks that have joined what the active ones do."""
-        if not self._join_config.enable or self._has_joined or not self._gradients.can_follow:
-            return
-        if not self._join_config.is_first_joinable:
-            raise RuntimeError(
-                "with shard_gradients=True the optimizer must be the first or only joinable of Join"
-            )
-        Join.notify_join_context(self)
-        self._gradients.divide_among(JoinedCalls(self._communicator).announce(call, arguments))
+        self._uneven_inputs.announce(self, self._gradients, call, **arguments)
 
     def _follow(self) -> None:
         """On a rank that has joined: takes part in one call of the active ones."""
-        if not self._is_following:
-            self._is_following = True
-            self.zero_grad()
-        call, arguments, active = JoinedCalls(self._communicator).follow()
-        self._gradients.divide_among(active)
-        self._has_joined = True
-        try:
+        call, arguments = self._uneven_inputs.follow(self._gradients)
+        with self._uneven_inputs.taking_part():
             if call == "backward":
                 self._gradients.reduce_nothing(**arguments)
             elif call == "clip_grad_norm_":
@@ -546,42 +535,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             else:
                 self.step()
                 self.zero_grad()
-        finally:
-            self._has_joined = False
-
-    def _take_part_in_join(self, closure: Callable[[], Any] | None) -> None:
-        if self._gradients.can_follow:
-            self._announce("step")
-        elif not self._has_joined:
-            Join.notify_join_context(self)
-        error = None
-        if closure is not None:
-            error = ValueError(
-                "a closure can't be used inside Join: a rank that has joined could not follow its "
-                "forward and backward passes. Run them before step()"
-            )
-        self._join_round().run(
-            self.param_groups,
-            joined=self._has_joined,
-            error=error,
-            gradients=not self._gradients.reduces_to_owners,
-        )
-
-    def _join_round(self) -> JoinRound:
-        return JoinRound(
-            self._communicator,
-            self._agreement,
-            self._sharded.parameters,
-            self._sharded.plan,
-            self._sharded.device_of_type,
-        )
 
     def _step_when_joined(self) -> None:
-        self._has_joined = True
         try:
-            self.step()
+            with self._uneven_inputs.taking_part():
+                self.step()
         finally:
-            self._has_joined = False
             for parameter in self._sharded.parameters:
                 parameter.grad = None  # they were received for this step only
 
@@ -593,9 +552,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         and the options of all groups from an active one.
         """
         if self._gradients.can_follow:
-            self._is_following = False
             self._gradients.divides_by_world_size = kwargs.get("divide_by_initial_world_size", True)
-            return FollowWhenJoined(self._follow)
+            return FollowWhenJoined(self.zero_grad, self._follow)
         if self.overlapped_step is not None:
             return EndWhenJoined(self.overlapped_step)
         return StepWhenJoined(self._step_when_joined)
@@ -657,7 +615,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
     def _settle_overlapped(self, problem: Exception | None, joined: bool) -> Settlement:
         if self.is_in_join:
-            self._join_round().run(self.param_groups, joined=joined, gradients=False)
+            self._uneven_inputs.round.run(self.param_groups, joined=joined, gradients=False)
         problem = problem or self._find_replaced()
         if problem is None:
             copy_options_(self.param_groups, self.optim.param_groups)
