@@ -19,12 +19,6 @@ from tensorplay.distributed.optim._core.collectives import (
 from tensorplay.distributed.optim._core.coupled_optimizers import (
     refuse_coupled,
 )
-from tensorplay.distributed.optim._core.gradient_norm import (
-    clip_by_norm_,
-    find_unclippable,
-    norm_across_ranks,
-    norm_of_own,
-)
 from tensorplay.distributed.optim._core.joined_calls import FollowWhenJoined
 from tensorplay.distributed.optim._core.local_shard import (
     is_dtensor,
@@ -39,7 +33,7 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
     canonical_groups,
     copy_options_,
 )
-from tensorplay.distributed.optim.zero.clipping import gradient_from
+from tensorplay.distributed.optim.zero.clipping import WholeGradients
 from tensorplay.distributed.optim.zero.ddp_reduction import ReducedInHooks
 from tensorplay.distributed.optim.zero.flat_slices import (
     StateByParameter,
@@ -240,6 +234,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         self._sharded = sharded = ShardedParameters(self._communicator, self._policy)
         self._local = LocalGroups(sharded, self._communicator.members.group_rank)
         self._uneven_inputs = UnevenInputs(self._communicator, self._agreement, sharded)
+        self._whole_gradients = WholeGradients(self._communicator, self._agreement, sharded)
         self._full_state = FullState(self._communicator, self._agreement, sharded)
         error = None
         try:
@@ -447,32 +442,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )
-        problem = (
-            self._gradients.find_unfinished()
-            or self._gradients.find_unclippable()
-            or find_unclippable(self._sharded.parameters, norm_type)
-        )
-        flag = int(self._gradients.has_unreduced())
-        settlement = self._agreement.start(
-            "clip_grad_norm_",
-            {"max_norm": repr(max_norm), "norm_type": repr(norm_type)},
-            problem,
-            flag,
-        )
-        device = self._sharded.parameters[0].device
-        owned: list[torch.Tensor] = []
-        if not (problem or flag):  # while the others come
-            owned = self._gradients.owned_stretches()
-            partial = norm_of_own(owned, norm_type, device)
-        if settlement.wait():
-            self._gradients.reduce("clip_grad_norm_ (reduce)")
-            owned = self._gradients.owned_stretches()
-            partial = norm_of_own(owned, norm_type, device)
-        doubles = any(p.dtype.to_real() is torch.float64 for p in self._sharded.parameters)
-        dtype = torch.float64 if doubles else torch.float32
-        norm = norm_across_ranks(self._communicator, partial, norm_type, dtype)
-        clip_by_norm_([*owned, *self._gradients.others()], norm, max_norm, error_if_nonfinite)
-        return norm
+        return self._whole_gradients.clip_(self._gradients, max_norm, norm_type, error_if_nonfinite)
 
     def full_grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The averaged gradient of any parameter, on every rank. Every rank must call it.
@@ -489,14 +459,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         """
         self._require_gradients("full_grad")
         index = self._sharded.index_of(parameter)
-        error = None
         self._announce("full_grad", index=index)
-        if index is None:
-            error = ValueError("full_grad() needs a parameter that this optimizer was given")
-        self._settle_gradients("full_grad", {"parameter": index}, error)
-        assert index is not None  # noqa: S101 - narrows a type; the line above has raised
-        cuts = self._sharded.plan.cuts_of(index)
-        return gradient_from(self._communicator, parameter, self._sharded.plan.specs[index], cuts)
+        return self._whole_gradients.full(self._gradients, index)
 
     def _require_gradients(self, call: str) -> None:
         if self._stage is not None:
@@ -505,13 +469,6 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 "freed inside backward, before the last of them was known. Leave it False to clip "
                 "or to look at them"
             )
-
-    def _settle_gradients(self, call: str, arguments: Json, error: Exception | None = None) -> None:
-        """Makes all ranks' gradients ready to be read, by the same call of every rank."""
-        problem = error or self._gradients.find_unfinished()
-        flag = int(self._gradients.has_unreduced())
-        if self._agreement.settle(call, arguments, problem, flag):
-            self._gradients.reduce(f"{call} (reduce)")
 
     def _announce_backward(self) -> None:
         self._announce("backward", num_begun=self._gradients.num_begun)
