@@ -126,7 +126,9 @@ class Twins:
         for number, (plain, ours) in enumerate(pairs):
             full = self.sharded.full_grad(ours)
             expected, actual = unsigned_zeros(plain.grad), unsigned_zeros(full)
-            require = require_close if self.sharded._is_flat else require_equal  # as parameters are
+            require = (
+                require_close if self.sharded._sharded.is_flat else require_equal
+            )  # as parameters are
             require(expected, actual, f"{what}gradient of parameter {number}")
             assert (plain.grad is None) == (ours.grad is None), f"{what}parameter {number}"
 
@@ -136,7 +138,7 @@ class Twins:
         But for the sign of a zero in gradients and state: adding to a buffer of zeros loses it. Where
         flat slices are stepped, values and the consolidated state are equal up to rounding.
         """
-        if self.sharded._is_flat:
+        if self.sharded._sharded.is_flat:
             self._require_close(what)
             return
         plains, ours = list(self.plain_model.parameters()), list(self.model.parameters())

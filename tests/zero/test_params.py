@@ -148,7 +148,9 @@ def _later_group(resident: bool) -> None:
         model.parameters(), torch.optim.AdamW, lr=0.1, parameters_as_bucket_view=resident
     )
     plain = torch.optim.AdamW(plain_model.parameters(), lr=0.1)
-    owners = dict(zip(sharded._parameters, sharded._plan.partition.owners, strict=True))
+    owners = dict(
+        zip(sharded._sharded.parameters, sharded._sharded.plan.partition.owners, strict=True)
+    )
     group = {"params": iter(late), "lr": 0.5}
     for step in range(4):
         if step == 2:
@@ -159,7 +161,9 @@ def _later_group(resident: bool) -> None:
         sharded.step()
         plain.step()
     assert list(group) == ["params", "lr"]
-    later = dict(zip(sharded._parameters, sharded._plan.partition.owners, strict=True))
+    later = dict(
+        zip(sharded._sharded.parameters, sharded._sharded.plan.partition.owners, strict=True)
+    )
     assert owners.items() <= later.items(), "an earlier parameter moved"
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in plain_model.parameters()]
     require_equal(

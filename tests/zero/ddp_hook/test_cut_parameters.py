@@ -62,7 +62,7 @@ def _parts(passes: int, view: bool) -> None:
         for index, (plain, actual) in enumerate(
             zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True)
         ):
-            own = [(s, e) for s, e, owner in cut(twins.zero._plan, index) if owner == rank]
+            own = [(s, e) for s, e, owner in cut(twins.zero._sharded.plan, index) if owner == rank]
             gradient = actual.grad
             if own == [(0, actual.numel())]:
                 whole += 1
@@ -77,7 +77,7 @@ def _parts(passes: int, view: bool) -> None:
         torch.testing.assert_close(twins.zero.clip_grad_norm_(0.01), norm)
         plain, first = (model.module.layers[0].weight for model, _ in twins.both)  # type: ignore[union-attr,index] # mypy takes them for any attribute of a module
         index = [p is first for p in twins.model.parameters()].index(True)
-        ((start, end),) = [(s, e) for s, e, o in cut(twins.zero._plan, index) if o == rank]
+        ((start, end),) = [(s, e) for s, e, o in cut(twins.zero._sharded.plan, index) if o == rank]
         assert isinstance(first.grad, PartialGradient)
         clipped = plain.grad.flatten()[start:end]
         torch.testing.assert_close(first.grad.parts[0], clipped, rtol=1e-5, atol=1e-8)

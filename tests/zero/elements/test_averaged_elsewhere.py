@@ -126,9 +126,9 @@ def _never_used() -> tuple[int, int]:
     for unused in (0, 1, 5):
         parameter = list(pair.model.parameters())[unused]
         assert parameter not in pair.sharded.state
-    before = len(pair.sharded._slices.slices)
+    before = len(pair.sharded._sharded.slices.slices)
     pair.step(3)
-    return before, len(pair.sharded._slices.slices)
+    return before, len(pair.sharded._sharded.slices.slices)
 
 
 def test_what_is_never_used_has_no_state_and_slices_are_not_joined_again(run: Run) -> None:

@@ -197,7 +197,7 @@ def _cuts(num_parameters: int) -> list[tuple[int, ...]]:
         torch.optim.SGD,
         **ELEMENTS,
     )
-    return [optimizer._plan.cuts_of(index) for index in range(num_parameters)]
+    return [optimizer._sharded.plan.cuts_of(index) for index in range(num_parameters)]
 
 
 def test_every_element_has_one_owner_and_all_ranks_know_it(run: Run) -> None:

@@ -167,7 +167,7 @@ def _load_into_cut_slices() -> None:
     """Slices that had been cut for good are formed anew, as the loaded state allows."""
     pair = Pair(make_many)
     pair.step(0)
-    before = len(pair.sharded._slices.slices)
+    before = len(pair.sharded._sharded.slices.slices)
     content: list[Any] = [None]
     pair.sharded.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
@@ -175,10 +175,10 @@ def _load_into_cut_slices() -> None:
     dist.broadcast_object_list(content)
     for step in (1, 2):
         pair.step(step, (1, 5, 7))
-    assert len(pair.sharded._slices.slices) >= before
+    assert len(pair.sharded._sharded.slices.slices) >= before
     pair.sharded.load_state_dict(content[0])
     pair.plain.load_state_dict(content[0])
-    assert len(pair.sharded._slices.slices) == before
+    assert len(pair.sharded._sharded.slices.slices) == before
     pair.require_close("loaded")
     pair.step(3)
     pair.require_close("going on")
@@ -200,11 +200,13 @@ def _failing(how: str) -> None:
             broken["param_groups"][0]["lr"] = 7.0
         else:
             broken["state"][1] = _Uncopyable({"step": _Uncopyable()})
-    slices = [(id(each.tensor), each.pieces) for each in pair.sharded._slices.slices]
+    slices = [(id(each.tensor), each.pieces) for each in pair.sharded._sharded.slices.slices]
     groups = [list(group["params"]) for group in pair.sharded.optim.param_groups]
     with pytest.raises((RuntimeError, ValueError, TypeError)):
         pair.sharded.load_state_dict(broken)
-    assert slices == [(id(each.tensor), each.pieces) for each in pair.sharded._slices.slices]
+    assert slices == [
+        (id(each.tensor), each.pieces) for each in pair.sharded._sharded.slices.slices
+    ]
     assert all(
         a is b
         for mine, theirs in zip(groups, pair.sharded.optim.param_groups, strict=True)
@@ -234,11 +236,14 @@ def _added() -> None:
         {"params": [nn.Parameter(torch.ones(50 + dist.get_rank()))]},
         {"params": [nn.Parameter(next(iter(pair.model.parameters())).detach()[:2])]},
     ):
-        slices, count = list(pair.sharded._slices.slices), pair.sharded._slices.num_buckets
+        slices, count = (
+            list(pair.sharded._sharded.slices.slices),
+            pair.sharded._sharded.slices.num_buckets,
+        )
         with pytest.raises((RuntimeError, ValueError)):
             pair.sharded.add_param_group(bad)
-        assert pair.sharded._slices.slices == slices
-        assert pair.sharded._slices.num_buckets == count
+        assert pair.sharded._sharded.slices.slices == slices
+        assert pair.sharded._sharded.slices.num_buckets == count
         assert len(pair.sharded.param_groups) == len(pair.sharded.optim.param_groups) == 1
         pair.step(1)
     for model, optimizer in ((pair.plain_model, pair.plain), (pair.model, pair.sharded)):

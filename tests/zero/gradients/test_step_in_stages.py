@@ -74,7 +74,7 @@ def _train(
         **options,
         lr=0.01,
     )
-    assert optimizer._steps_in_stages() == overlap
+    assert optimizer._update.has_stages(optimizer.optim) == overlap
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     torch.manual_seed(dist.get_rank())
     for number in range(6):
@@ -82,7 +82,7 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    stages = optimizer._buckets.stages(trainable=True)
+    stages = optimizer._sharded.buckets.stages(trainable=True)
     return [p.detach().clone() for p in model.parameters()], len(stages)
 
 
@@ -114,7 +114,7 @@ def _events() -> list[str]:
         )
         layers(torch.ones(2, 400)).sum().backward()
         events: list[str] = []
-        buckets: Any = optimizer._buckets
+        buckets: Any = optimizer._sharded.buckets
         launch, finish = buckets.launch, buckets.finish
 
         def noting_launch(number: int, communicator: Any) -> Any:
@@ -160,8 +160,8 @@ def _fails() -> tuple[str, list[torch.Tensor]]:
             lr=1,
         )
         layers(torch.ones(2, 400)).sum().backward()
-        last = optimizer._buckets.stages(trainable=True)[-1][0]
-        slot = optimizer._buckets.buckets[last].layout.slots[0]
+        last = optimizer._sharded.buckets.stages(trainable=True)[-1][0]
+        slot = optimizer._sharded.buckets.buckets[last].layout.slots[0]
         broken = list(layers.parameters())[slot.parameter]
         if broken.grad is not None and type(broken.grad) is torch.Tensor:
             broken.grad = broken.grad.to_sparse()

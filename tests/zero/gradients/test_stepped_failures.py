@@ -95,7 +95,7 @@ class Fails(torch.optim.SGD):
 def _step_fails(numel: int) -> str:
     with stepping():
         twins = Twins(make, Fails, SGD)
-        owners = twins.sharded._plan.partition.owners
+        owners = twins.sharded._sharded.plan.partition.owners
         numels = [p.numel() for p in twins.model.parameters()]
         owner = owners[numels.index(numel)]
         Fails.numel = numel

@@ -63,13 +63,18 @@ class WrappedOptimizer(StateDictHooks):
 
     def _step_inner(self, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]) -> Any:
         """One step of the inner optimizer, with its own step hooks but not the global ones again."""
-        bare = bare_step(self.optim)
-        if bare is None:
-            return _call(self.optim.step, closure, kwargs)
-        with torch.autograd.profiler.record_function(
-            f"Optimizer.step#{type(self.optim).__name__}.step"
-        ):
-            return _call(bare, closure, kwargs)
+        return step_inner(self.optim, closure, kwargs)
+
+
+def step_inner(
+    optimizer: Optimizer, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]
+) -> Any:
+    """``optimizer.step`` inside the step of the one around it, which has run the global hooks."""
+    bare = bare_step(optimizer)
+    if bare is None:
+        return _call(optimizer.step, closure, kwargs)
+    with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+        return _call(bare, closure, kwargs)
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:

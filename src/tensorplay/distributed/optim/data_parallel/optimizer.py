@@ -10,7 +10,7 @@ from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from tensorplay.distributed.optim._core import tagged_json
@@ -212,12 +212,11 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
         self._times = StepTimes()
         self._communicator: Communicator = TimedCommunicator(communicator, self._times)
         self._agreement = Agreement(self._communicator, NAME)
+        self._joined_calls = JoinedCalls(self._communicator, f"a {NAME}")
         self._skips_synchronize = False
         self._is_removed = False
         self._num_steps = 0
         self._steps_counted_from = (0, 0)
-        self._has_joined = False
-        self._is_following = False
         self._number = 0
         self._gradients = AveragedEverywhere(
             self._communicator,
@@ -622,9 +621,8 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
         It adds nothing to the sums, and takes every step with the active ranks' options. Counts as
         having contributed zeros unless ``divide_by_initial_world_size=False``.
         """
-        self._is_following = False
         self._gradients.divides_by_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return FollowWhenJoined(self._follow)
+        return FollowWhenJoined(self.zero_grad, self._follow)
 
     @property
     def join_device(self) -> torch.device:
@@ -642,25 +640,17 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
 
     def _announce(self, call: str, **arguments: Any) -> None:
         """Inside ``Join``, tells the ranks that have joined what the active ones do."""
-        if not self._join_config.enable or self._has_joined:
-            return
-        if not self._join_config.is_first_joinable:
-            raise RuntimeError(f"a {NAME} must be the first or only joinable of Join")
-        Join.notify_join_context(self)
         counts = {"num_begun": self._gradients.num_begun}
-        active = JoinedCalls(self._communicator).announce(call, {**counts, **arguments})
-        self._gradients.divide_among(active)
+        active = self._joined_calls.announce(self, call, {**counts, **arguments})
+        if active is not None:
+            self._gradients.divide_among(active)
 
     def _follow(self) -> None:
         """On a rank that has joined: takes part in one call of the active ones."""
-        if not self._is_following:
-            self._is_following = True
-            self.zero_grad()
-        call, arguments, active = JoinedCalls(self._communicator).follow()
+        call, arguments, active = self._joined_calls.follow()
         self._gradients.divide_among(active)
         self._gradients.backward_pass.num_begun = arguments["num_begun"]
-        self._has_joined = True
-        try:
+        with self._joined_calls.taking_part():
             if call == "backward":
                 self._gradients.reduce("backward")
             elif call == "synchronize":
@@ -669,8 +659,6 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
                 _adopt_(self.param_groups, arguments["options"])
                 self.step()
                 self.zero_grad()
-        finally:
-            self._has_joined = False
 
     # What must hold
 

@@ -130,3 +130,23 @@ def _ignore(*_: Any) -> None:
 
 def _own_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
     return module.parameters(recurse=False)
+
+
+def require_module(module: nn.Module | None, *, needed: bool, gathers_early: bool) -> None:
+    """Raises ``ValueError`` if a module whose forward waits is needed, and there is none to wait in.
+
+    Args:
+        module: the module, or what was given for one.
+        needed: whether its forward is to wait.
+        gathers_early: whether the parameters are gathered during backward already.
+    """
+    if needed and gathers_early:
+        raise ValueError(
+            "overlap_with_forward=True has nothing to overlap with overlap_with_ddp=True, which "
+            "gathers the parameters during backward; leave one of them away"
+        )
+    if needed and not isinstance(module, nn.Module):
+        raise ValueError(
+            f"overlap_with_forward=True needs module=, the module whose forward is to wait for the "
+            f"parameters; it is {module!r}"
+        )

@@ -3,26 +3,31 @@
 Under ``Join`` a rank without inputs shadows the others' collectives. DDP lets it take part in the
 all-reduce of gradients, but doesn't give it the result; and its own scheduler has stopped. So in
 each step the first active rank sends every joined one the averaged gradients of its shard and the
-options of all groups. Then all of them step as always.
+options of all groups. Then all of them step as always. Where the optimizer
+reduces gradients itself, joined ranks follow each of its collective calls, told by the active ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.collectives import Communicator
+from tensorplay.distributed.optim._core.joined_calls import JoinedCalls
 from tensorplay.distributed.optim._core.local_shard import rewrap, unwrap
 from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
 from tensorplay.distributed.optim._core.partition import IN_PARTS
 from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import options_of
 from tensorplay.distributed.optim.zero.checkpoint import Shard, receive_tensors_, send_tensors
 from tensorplay.distributed.optim.zero.flat_slices import in_memory_order
-from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
+from tensorplay.distributed.optim.zero.gradients import Gradients
+from tensorplay.distributed.optim.zero.sharded_parameters import ShardedParameters
 
 
 class StepWhenJoined(JoinHook):
@@ -42,24 +47,18 @@ class JoinRound:
     Args:
         communicator: carries it.
         agreement: settles whether anybody has joined at all.
-        parameters: all parameters, by index.
-        plan: who owns what of them.
-        device_of_type: this rank's device of each type, for what it receives.
+        sharded: all parameters, and who owns what of them.
     """
 
     def __init__(
         self,
         communicator: Communicator,
         agreement: Agreement,
-        parameters: Sequence[torch.Tensor],
-        plan: ShardingPlan,
-        device_of_type: Mapping[str, torch.device],
+        sharded: ShardedParameters,
     ) -> None:
         self._communicator = communicator
         self._agreement = agreement
-        self._parameters = parameters
-        self._plan = plan
-        self._device_of_type = device_of_type
+        self._sharded = sharded
 
     def run(
         self,
@@ -107,25 +106,28 @@ class JoinRound:
 
     def _gradients_of(self, rank: GroupRank) -> Iterator[tuple[int, torch.Tensor | None]]:
         """What a rank steps on, by parameter: whole gradients, and flat stretches of some."""
-        for index, parameter in enumerate(self._parameters):
-            owner, gradient = self._plan.partition.owners[index], parameter.grad
+        for index, parameter in enumerate(self._sharded.parameters):
+            owner, gradient = self._sharded.plan.partition.owners[index], parameter.grad
             if owner == rank:
                 yield index, gradient
             elif owner == IN_PARTS and gradient is not None:
-                start, end = self._plan.cuts_of(index)[rank : rank + 2]
+                start, end = self._sharded.plan.cuts_of(index)[rank : rank + 2]
                 if start < end:
-                    yield index, in_memory_order(gradient, self._plan.specs[index])[start:end]
+                    yield (
+                        index,
+                        in_memory_order(gradient, self._sharded.plan.specs[index])[start:end],
+                    )
 
     def _receive(
         self, groups: Sequence[dict[str, Any]], source: GroupRank, *, gradients: bool
     ) -> None:
         header = self._communicator.receive_bytes(source)
-        shard = Shard.allocate(header, self._device_of_type)
+        shard = Shard.allocate(header, self._sharded.device_of_type)
         receive_tensors_(self._communicator, shard.tensors, source)
         received = shard.decode()
         rank = self._communicator.members.group_rank
-        for index, parameter in enumerate(self._parameters):
-            owner = self._plan.partition.owners[index]
+        for index, parameter in enumerate(self._sharded.parameters):
+            owner = self._sharded.plan.partition.owners[index]
             if not gradients or owner not in {rank, IN_PARTS}:
                 continue
             gradient = received[0].get(index)
@@ -137,6 +139,78 @@ class JoinRound:
                 parameter.grad = _from_plain(gradient, parameter)
         for group, options in zip(groups, received[1], strict=True):
             group.update(options)
+
+
+class UnevenInputs:
+    """A sharded optimizer's part in ``Join``: what ranks with inputs tell those without, and when.
+
+    Each method gets the optimizer, the ``joinable``, and its source of gradients as they are.
+
+    Args:
+        communicator: carries it.
+        agreement: settles whether anybody has joined at all.
+        sharded: all parameters, and who owns what of them.
+    """
+
+    def __init__(
+        self, communicator: Communicator, agreement: Agreement, sharded: ShardedParameters
+    ) -> None:
+        self._calls = JoinedCalls(communicator, "with shard_gradients=True the optimizer")
+        self.round = JoinRound(communicator, agreement, sharded)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this rank takes part in a call of the others, without inputs of its own."""
+        return self._calls.has_joined
+
+    def announce(
+        self, joinable: Joinable, gradients: Gradients, call: str, **arguments: Json
+    ) -> None:
+        """Inside ``Join``, tells the ranks that have joined what the active ones do."""
+        if gradients.can_follow:
+            active = self._calls.announce(joinable, call, arguments)
+            if active is not None:
+                gradients.divide_among(active)
+
+    def follow(self, gradients: Gradients) -> tuple[str, dict[str, Any]]:
+        """On a rank that has joined: the active ones' call, to be made :meth:`taking_part`."""
+        call, arguments, active = self._calls.follow()
+        gradients.divide_among(active)
+        return call, arguments
+
+    def taking_part(self) -> AbstractContextManager[None]:
+        """On a rank that has joined: what it calls inside, it calls as one that has."""
+        return self._calls.taking_part()
+
+    def begin_step(
+        self,
+        joinable: Joinable,
+        gradients: Gradients,
+        groups: Sequence[dict[str, Any]],
+        *,
+        has_closure: bool,
+    ) -> None:
+        """Before a step inside ``Join``; every rank must call it.
+
+        Raises:
+            ValueError: if a rank has a closure; the other ranks raise too.
+        """
+        if gradients.can_follow:
+            self.announce(joinable, gradients, "step")
+        elif not self.has_joined:
+            Join.notify_join_context(joinable)
+        error = None
+        if has_closure:
+            error = ValueError(
+                "a closure can't be used inside Join: a rank that has joined could not follow its "
+                "forward and backward passes. Run them before step()"
+            )
+        self.round.run(
+            groups,
+            joined=self.has_joined,
+            error=error,
+            gradients=not gradients.reduces_to_owners,
+        )
 
 
 def _sendable_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,115 +1,65 @@
 """``ZeroRedundancyOptimizer``: any optimizer, its state sharded across the ranks of a group."""
 
-import copy
-import itertools
-import operator
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.profiler import record_function
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from tensorplay.distributed.optim._core import tagged_json
 from tensorplay.distributed.optim._core.agreement import Agreement, Settlement
-from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
 from tensorplay.distributed.optim._core.collectives import (
-    CommunicationError,
-    Waitable,
     connect,
 )
 from tensorplay.distributed.optim._core.coupled_optimizers import (
     refuse_coupled,
-    refuse_coupling_options,
 )
-from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
-from tensorplay.distributed.optim._core.gradient_norm import (
-    clip_by_norm_,
-    find_unclippable,
-    norm_across_ranks,
-    norm_of_own,
-)
-from tensorplay.distributed.optim._core.joined_calls import FollowWhenJoined, JoinedCalls
+from tensorplay.distributed.optim._core.joined_calls import FollowWhenJoined
 from tensorplay.distributed.optim._core.local_shard import (
     is_dtensor,
-    local_memory,
-    rewrap,
-    unwrap,
 )
 from tensorplay.distributed.optim._core.parameter_checks import (
-    CURE,
-    MetadataWatch,
     describe_options,
-    describe_parameters,
-    name_of,
-    refuse_unsendable,
-    same_members,
 )
-from tensorplay.distributed.optim._core.partition import IN_PARTS
-from tensorplay.distributed.optim._core.ranks import GroupRank
-from tensorplay.distributed.optim._core.state_dicts import full_indexed, own_part, require_fit
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
-    NOT_OPTIONS,
     WrappedOptimizer,
-    all_parameters,
     canonical_group,
     canonical_groups,
     copy_options_,
-    options_of,
-    parameter_indices,
 )
-from tensorplay.distributed.optim.zero.checkpoint import consolidate
-from tensorplay.distributed.optim.zero.clipping import gradient_from
+from tensorplay.distributed.optim.zero.clipping import WholeGradients
 from tensorplay.distributed.optim.zero.ddp_reduction import ReducedInHooks
-from tensorplay.distributed.optim.zero.elementwise import require_elementwise
 from tensorplay.distributed.optim.zero.flat_slices import (
-    FlatSlices,
-    SlicedState,
     StateByParameter,
-    merge,
 )
-from tensorplay.distributed.optim.zero.forward_gather import ForwardGather
-from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
+from tensorplay.distributed.optim.zero.forward_gather import ForwardGather, require_module
+from tensorplay.distributed.optim.zero.full_state import FullState
 from tensorplay.distributed.optim.zero.gradients import (
     AveragedElsewhere,
     Gradients,
     ReducedToOwners,
 )
-from tensorplay.distributed.optim.zero.join import JoinRound, StepWhenJoined
+from tensorplay.distributed.optim.zero.join import StepWhenJoined, UnevenInputs
+from tensorplay.distributed.optim.zero.local_optimizer import COUPLED, LocalGroups
 from tensorplay.distributed.optim.zero.overlap import (
     EndWhenJoined,
     OptimizerSide,
     OverlappedStep,
     SteppedInBackward,
 )
-from tensorplay.distributed.optim.zero.sharding_plan import ShardingPlan
+from tensorplay.distributed.optim.zero.sharded_parameters import ShardedParameters
+from tensorplay.distributed.optim.zero.sharded_step import ShardedStep
+from tensorplay.distributed.optim.zero.sharding_policy import ShardingPolicy
 from tensorplay.distributed.optim.zero.sharding_report import ShardingReport
 from tensorplay.distributed.optim.zero.step_in_backward import StepAndGather
-from tensorplay.distributed.optim.zero.step_stages import StagedGroups, can_be_staged
 
 __all__ = ["ZeroRedundancyOptimizer"]
-
-_T = TypeVar("_T")
-
-_COUPLED = (
-    "sharded",
-    "so that every rank would compute something else. Use it without sharding",
-)
-_CLIPPING = (
-    "sharded",
-    (
-        "a rank knows the norm of its own gradients only. Set max_grad_norm to 0 or None, and call "
-        "torch.nn.utils.clip_grad_norm_ before step()"
-    ),
-)
-
 
 _ABSENT = object()
 
@@ -241,20 +191,10 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 "gradients, which it does with shard_gradients=True only; leave it out"
             )
         Joinable.__init__(self)
-        self._has_joined = False
-        self._is_following = False
         self._communicator = connect(process_group, type(self).__name__)
         self._agreement = Agreement(self._communicator, type(self).__name__)
         self.process_group = self._communicator.process_group
         self.parameters_as_bucket_view = bool(parameters_as_bucket_view)
-        self._partition = partition
-        self._flat_step = bool(flat_step)
-        self._is_confirmed_elementwise = bool(elementwise)
-        self._consolidated: dict[str, Any] | None = None
-        self._owned: tuple[Any, list[torch.Tensor]] = ((), [])
-        self._staged: tuple[Any, StagedGroups] | None = None
-        self._overlaps = bool(overlap_with_ddp)
-        self._overlaps_gather = overlap_with_backward
         self._stage = (
             StepAndGather(self._communicator) if overlap_with_ddp and shard_gradients else None
         )
@@ -280,10 +220,23 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 self._communicator.members.group_rank, reducer_module
             )
         self._forward_gather: ForwardGather | None = None
+        self._policy = ShardingPolicy(
+            partition,
+            flat_step=bool(flat_step),
+            is_confirmed_elementwise=bool(elementwise),
+            resident=self.parameters_as_bucket_view,
+            overlaps_step=bool(overlap_with_ddp),
+            shares_buckets=self._stage is not None,
+        )
+        self._sharded = sharded = ShardedParameters(self._communicator, self._policy)
+        self._local = LocalGroups(sharded, self._communicator.members.group_rank)
+        self._uneven_inputs = UnevenInputs(self._communicator, self._agreement, sharded)
+        self._whole_gradients = WholeGradients(self._communicator, self._agreement, sharded)
+        self._full_state = FullState(self._communicator, self._agreement, sharded)
         error = None
         try:
             self._plan_and_build(params, optimizer_class, defaults)
-            _require_module(module, needed=overlap_with_forward, gathers_early=self._overlaps)
+            require_module(module, needed=overlap_with_forward, gathers_early=overlap_with_ddp)
         except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
             error = problem
         self._agreement.settle(
@@ -292,64 +245,41 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             if error
             else {
                 "parameters_as_bucket_view": self.parameters_as_bucket_view,
-                "partition": ", ".join(sorted(set(self._partitions))),
-                "flat_step": self._flat_step,
+                "partition": sharded.describe_partitions(),
+                "flat_step": self._policy.flat_step,
                 "overlap_with_forward": bool(overlap_with_forward),
                 "gradients": self._gradients.describe(),
-                **self._describe_parameters(),
-                **describe_options(self.param_groups),
-                "partition of each group": list(self._partitions),
+                **sharded.describe(self.param_groups),
                 "optimizer_class": f"{type(self.optim).__module__}.{type(self.optim).__qualname__}",
                 "world_size": self._communicator.members.world_size,
             },
             error,
         )
-        self._buckets = ParameterBuckets(self._memories, self._communicator.members.group_rank)
-        self._move_into_buckets("__init__", self._plan.layouts)
+        sharded.move_in(self._agreement, "__init__", sharded.plan.layouts)
         if self._stage is not None:
             problem_finder = WeakMethod(self._find_replaced)
-            self._stage.attach(self, problem_finder, self._parameters, self._buckets)
-        self._gradients.watch(self._parameters, self._plan, self._plan.gradient_layouts)
+            self._stage.attach(self, problem_finder, sharded.parameters, sharded.buckets)
+        self._gradients.watch(sharded.parameters, sharded.plan, sharded.plan.gradient_layouts)
         if overlap_with_forward and module is not None:
-            self._forward_gather = ForwardGather(module, self._buckets, self._parameters)
+            self._forward_gather = ForwardGather(module, sharded.buckets, sharded.parameters)
+        self._update = ShardedStep(
+            self._communicator,
+            self._agreement,
+            sharded,
+            self._local,
+            self._forward_gather,
+            overlaps=overlap_with_backward,
+        )
 
     def _plan_and_build(
         self, params: Iterable[Any], optimizer_class: type[Optimizer], defaults: dict[str, Any]
     ) -> None:
-        refuse_coupled(optimizer_class, *_COUPLED)
-        param_groups = canonical_groups(params)
-        self._partitions = [self._choose_partition(group) for group in param_groups]
-        super().__init__(param_groups, defaults={})  # the local optimizer knows them
-        self._members = [tuple(group["params"]) for group in self.param_groups]
-        self._parameters = list(dict.fromkeys(all_parameters(self.param_groups)))
-        refuse_unsendable(self._parameters, self.param_groups, self._communicator)
-        self._gradients.refuse(self._parameters)
-        self._memories = [local_memory(parameter) for parameter in self._parameters]
-        self._plan = ShardingPlan.of(
-            self._parameters,
-            self._communicator.members.world_size,
-            resident=self.parameters_as_bucket_view,
-            **self._choose_flat(0),
-            steps_in_backward=self._stage is not None,
-        )
-        self._slices = FlatSlices(self._parameters, self._communicator.members.group_rank)
-        self._plan_slices(0, optimizer_class)
-        self._placeholders: set[torch.Tensor] = set()
-        groups = [self._owned_group(*entry) for entry in enumerate(self.param_groups)]
-        owned = [list(_tensors_in(group["params"])) for group in groups]
-        # Some classes look at the parameters before torch turns them into groups.
-        bare = len(groups) == 1 and list(groups[0]) == ["params"]
-        self.optim = optimizer_class(groups[0]["params"] if bare else groups, **defaults)
-        refuse_coupled(type(self.optim), *_COUPLED)
-        refuse_coupling_options(self.optim, *_CLIPPING)
-        self._require_elementwise(type(self.optim))
-        if not same_members(self.optim.param_groups, owned):
-            raise ValueError(
-                f"{type(self.optim).__name__} rearranges the param groups that it is given, so that "
-                "options couldn't be kept the same here and there; pass groups as it makes them"
-            )
-        self._drop_placeholder_state()
-        copy_options_(self.optim.param_groups, self.param_groups)
+        refuse_coupled(optimizer_class, *COUPLED)
+        groups = canonical_groups(params)
+        partitions = [self._policy.take_from(group) for group in groups]
+        super().__init__(groups, defaults={})  # the local optimizer knows them
+        self._sharded.extend(self.param_groups, partitions, optimizer_class, self._gradients.refuse)
+        self.optim = self._local.build(optimizer_class, self.param_groups, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters and gives each an owner; nobody else's owner changes.
@@ -367,32 +297,14 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             super().add_param_group(param_group)
             return
         self.wait()
-        before = len(self.param_groups), len(self.optim.param_groups), len(self._parameters)
-        plan, members, error = self._plan, self._members, None
-        slices, num_flat = tuple(self._slices.slices), self._slices.num_buckets
+        sharded, place, error = self._sharded, len(self.param_groups), None
+        before, num_own = sharded.extent, len(self.optim.param_groups)
         try:
             canonical = canonical_group(param_group)
-            self._partitions.append(self._choose_partition(canonical))
+            partition = self._policy.take_from(canonical)
             super().add_param_group(canonical)
-            group = self.param_groups[-1]
-            known = set(self._parameters)
-            added = [p for p in dict.fromkeys(group["params"]) if p not in known]
-            refuse_unsendable(added, self.param_groups, self._communicator)
-            self._gradients.refuse(added)
-            self._parameters.extend(added)
-            self._memories.extend(local_memory(parameter) for parameter in added)
-            self._members = [*members, tuple(group["params"])]
-            self._plan = ShardingPlan.of(
-                self._parameters,
-                plan.partition.num_ranks,
-                resident=self.parameters_as_bucket_view,
-                **self._choose_flat(before[2]),
-                steps_in_backward=self._stage is not None,
-                before=plan,
-            )
-            self._plan_slices(len(plan.flat_layouts), type(self.optim))
-            self.optim.add_param_group(self._owned_group(before[0], group))
-            copy_options_(self.optim.param_groups[-1:], [group])
+            sharded.extend(self.param_groups, [partition], type(self.optim), self._gradients.refuse)
+            self._local.add_to(self.optim, place, self.param_groups[place])
         except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
             error = problem
         try:
@@ -401,28 +313,24 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 None
                 if error
                 else {
-                    "partition": ", ".join(sorted(set(self._partitions))),
-                    **self._describe_parameters(before[2]),
-                    **describe_options(self.param_groups),
-                    "partition of each group": list(self._partitions),
+                    "partition": sharded.describe_partitions(),
+                    **sharded.describe(self.param_groups, before.num_parameters),
                 },
                 error,
             )
         except BaseException:
-            del self.param_groups[before[0] :]
-            del self.optim.param_groups[before[1] :]
-            del self._parameters[before[2] :], self._memories[before[2] :]
-            del self._partitions[before[0] :]
-            self._slices.drop(num_flat, slices)
-            self._plan, self._members = plan, members
+            del self.param_groups[place:], self.optim.param_groups[num_own:]
+            sharded.go_back(before)
             raise
-        self._drop_placeholder_state()
-        self._move_into_buckets("add_param_group", self._plan.layouts[len(plan.layouts) :])
+        self._local.drop_placeholder_state(self.optim)
+        plan = sharded.plan
+        sharded.move_in(
+            self._agreement, "add_param_group", plan.layouts[len(before.plan.layouts) :]
+        )
         if self._stage is not None:
             self._stage.refresh()
-        self._gradients.watch(
-            self._parameters, self._plan, self._plan.gradient_layouts[len(plan.gradient_layouts) :]
-        )
+        added = plan.gradient_layouts[len(before.plan.gradient_layouts) :]
+        self._gradients.watch(sharded.parameters, plan, added)
         if self._forward_gather is not None:
             self._forward_gather.watch()
 
@@ -467,7 +375,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             scales = vars(self).pop("grad_scale", _ABSENT) is not _ABSENT  # GradScaler sets it
             return self.overlapped_step.step_called(closure, kwargs, scales=scales)
         if self._join_config.enable:
-            self._take_part_in_join(closure)
+            self._uneven_inputs.begin_step(
+                self, self._gradients, self.param_groups, has_closure=closure is not None
+            )
         with record_function(f"{type(self).__name__}.agree"):
             problem = self._find_replaced() or self._gradients.find_unfinished()
             if problem is None:
@@ -480,13 +390,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             )
         if some_unreduced:
             self._gradients.reduce("step (reduce)")
-        if closure is None and not kwargs and self._steps_in_stages():
-            self._step_and_gather_in_stages()
-            return None
-        loss, error = self._step_owned(closure, kwargs)
-        with record_function(f"{type(self).__name__}.gather"):
-            self._gather_parameters(error)
-        return loss
+        return self._update.run(self, self._gradients, closure, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``, for all parameters. No communication."""
@@ -535,32 +439,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )
-        problem = (
-            self._gradients.find_unfinished()
-            or self._gradients.find_unclippable()
-            or find_unclippable(self._parameters, norm_type)
-        )
-        flag = int(self._gradients.has_unreduced())
-        settlement = self._agreement.start(
-            "clip_grad_norm_",
-            {"max_norm": repr(max_norm), "norm_type": repr(norm_type)},
-            problem,
-            flag,
-        )
-        device = self._parameters[0].device
-        owned: list[torch.Tensor] = []
-        if not (problem or flag):  # while the others come
-            owned = self._gradients.owned_stretches()
-            partial = norm_of_own(owned, norm_type, device)
-        if settlement.wait():
-            self._gradients.reduce("clip_grad_norm_ (reduce)")
-            owned = self._gradients.owned_stretches()
-            partial = norm_of_own(owned, norm_type, device)
-        doubles = any(p.dtype.to_real() is torch.float64 for p in self._parameters)
-        dtype = torch.float64 if doubles else torch.float32
-        norm = norm_across_ranks(self._communicator, partial, norm_type, dtype)
-        clip_by_norm_([*owned, *self._gradients.others()], norm, max_norm, error_if_nonfinite)
-        return norm
+        return self._whole_gradients.clip_(self._gradients, max_norm, norm_type, error_if_nonfinite)
 
     def full_grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The averaged gradient of any parameter, on every rank. Every rank must call it.
@@ -576,15 +455,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             RuntimeError: with ``overlap_with_ddp=True``.
         """
         self._require_gradients("full_grad")
-        index = next((i for i, p in enumerate(self._parameters) if p is parameter), None)
-        error = None
+        index = self._sharded.index_of(parameter)
         self._announce("full_grad", index=index)
-        if index is None:
-            error = ValueError("full_grad() needs a parameter that this optimizer was given")
-        self._settle_gradients("full_grad", {"parameter": index}, error)
-        assert index is not None  # noqa: S101 - narrows a type; the line above has raised
-        cuts = self._plan.cuts_of(index)
-        return gradient_from(self._communicator, parameter, self._plan.specs[index], cuts)
+        return self._whole_gradients.full(self._gradients, index)
 
     def _require_gradients(self, call: str) -> None:
         if self._stage is not None:
@@ -594,84 +467,35 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 "or to look at them"
             )
 
-    def _settle_gradients(self, call: str, arguments: Json, error: Exception | None = None) -> None:
-        """Makes all ranks' gradients ready to be read, by the same call of every rank."""
-        problem = error or self._gradients.find_unfinished()
-        flag = int(self._gradients.has_unreduced())
-        if self._agreement.settle(call, arguments, problem, flag):
-            self._gradients.reduce(f"{call} (reduce)")
-
     def _announce_backward(self) -> None:
         self._announce("backward", num_begun=self._gradients.num_begun)
-        if self._stage is not None and self._join_config.enable:
-            self._join_round().run(self.param_groups, joined=self._has_joined, gradients=False)
+        if self._stage is not None and self.is_in_join:
+            joined = self._uneven_inputs.has_joined
+            self._uneven_inputs.round.run(self.param_groups, joined=joined, gradients=False)
 
     def _announce(self, call: str, **arguments: Json) -> None:
-        """Inside ``Join``, tells the ranks that have joined what the active ones do."""
-        if not self._join_config.enable or self._has_joined or not self._gradients.can_follow:
-            return
-        if not self._join_config.is_first_joinable:
-            raise RuntimeError(
-                "with shard_gradients=True the optimizer must be the first or only joinable of Join"
-            )
-        Join.notify_join_context(self)
-        self._gradients.divide_among(JoinedCalls(self._communicator).announce(call, arguments))
+        self._uneven_inputs.announce(self, self._gradients, call, **arguments)
 
     def _follow(self) -> None:
         """On a rank that has joined: takes part in one call of the active ones."""
-        if not self._is_following:
-            self._is_following = True
-            self.zero_grad()
-        call, arguments, active = JoinedCalls(self._communicator).follow()
-        self._gradients.divide_among(active)
-        self._has_joined = True
-        try:
+        call, arguments = self._uneven_inputs.follow(self._gradients)
+        with self._uneven_inputs.taking_part():
             if call == "backward":
                 self._gradients.reduce_nothing(**arguments)
             elif call == "clip_grad_norm_":
                 self.clip_grad_norm_(**arguments)
             elif call == "full_grad":
-                self.full_grad(self._parameters[arguments["index"]])
+                self.full_grad(self._sharded.parameters[arguments["index"]])
             else:
                 self.step()
                 self.zero_grad()
-        finally:
-            self._has_joined = False
-
-    def _take_part_in_join(self, closure: Callable[[], Any] | None) -> None:
-        if self._gradients.can_follow:
-            self._announce("step")
-        elif not self._has_joined:
-            Join.notify_join_context(self)
-        error = None
-        if closure is not None:
-            error = ValueError(
-                "a closure can't be used inside Join: a rank that has joined could not follow its "
-                "forward and backward passes. Run them before step()"
-            )
-        self._join_round().run(
-            self.param_groups,
-            joined=self._has_joined,
-            error=error,
-            gradients=not self._gradients.reduces_to_owners,
-        )
-
-    def _join_round(self) -> JoinRound:
-        return JoinRound(
-            self._communicator,
-            self._agreement,
-            self._parameters,
-            self._plan,
-            self._device_of_type(),
-        )
 
     def _step_when_joined(self) -> None:
-        self._has_joined = True
         try:
-            self.step()
+            with self._uneven_inputs.taking_part():
+                self.step()
         finally:
-            self._has_joined = False
-            for parameter in self._parameters:
+            for parameter in self._sharded.parameters:
                 parameter.grad = None  # they were received for this step only
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -682,9 +506,8 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         and the options of all groups from an active one.
         """
         if self._gradients.can_follow:
-            self._is_following = False
             self._gradients.divides_by_world_size = kwargs.get("divide_by_initial_world_size", True)
-            return FollowWhenJoined(self._follow)
+            return FollowWhenJoined(self.zero_grad, self._follow)
         if self.overlapped_step is not None:
             return EndWhenJoined(self.overlapped_step)
         return StepWhenJoined(self._step_when_joined)
@@ -692,103 +515,15 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._parameters[0].device
+        return self._sharded.parameters[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The group across which the state is sharded."""
         return self.process_group
 
-    def _step_owned(
-        self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]
-    ) -> tuple[Any, Exception | None]:
-        def live_closure() -> Any:
-            copy_options_(self.optim.param_groups, self.param_groups)
-            error, loss = None, None
-            try:
-                loss = closure()  # type: ignore[misc] # mypy can't check what is unpacked or optional here
-            except Exception as problem:  # noqa: BLE001 - other ranks may wait for our backward
-                error = problem
-            self._gradients.closure_returned(error)
-            copy_options_(self.param_groups, self.optim.param_groups)
-            self._slices.take_gradients_(self.optim)
-            return loss
-
-        storages = KeptStorages([])
-        error: Exception | None = None
-        try:
-            if closure is None:
-                self._slices.take_gradients_(self.optim)
-            storages = KeptStorages(self._owned_memories())
-            loss = self._step_inner(live_closure if closure else None, kwargs)
-            copy_options_(self.optim.param_groups, self.param_groups)
-        except Exception as problem:  # noqa: BLE001 - the other ranks wait for our parameters
-            loss, error = None, problem
-        self._slices.drop_gradients_()
-        misfit = storages.restore_()
-        if misfit is not None and error is None:
-            error = self._describe_misfit(misfit)
-        return loss, error
-
-    def _steps_in_stages(self) -> bool:
-        """Whether what has been stepped is sent while the rest is: as reductions overlap with backward."""
-        if self._overlaps_gather is None:
-            self._overlaps_gather = any(p.device.type != "cpu" for p in self._parameters)
-        return (
-            self._overlaps_gather
-            and self._forward_gather is None
-            and self._communicator.members.world_size > 1
-            and len(self._buckets.stages(trainable=True)) > 1
-            and can_be_staged(self.optim)
-        )
-
-    @torch.no_grad()
-    def _step_and_gather_in_stages(self) -> None:
-        """What :meth:`_step_owned` and :meth:`_gather_parameters` do, but for several parts in turn."""
-        error: Exception | None = None
-        launched: list[tuple[int, Waitable]] = []
-        try:
-            self._slices.take_gradients_(self.optim)
-            groups = self._staged_groups()
-        except Exception as problem:  # noqa: BLE001 - the other ranks wait for our parameters
-            error = problem
-        for stage, numbers in enumerate(self._buckets.stages(trainable=True)):
-            if error is None:
-                try:
-                    groups.step(self.optim, stage)
-                except Exception as problem:  # noqa: BLE001 - as above
-                    error = problem
-            with record_function(f"{type(self).__name__}.gather"):
-                launched += [(n, self._buckets.launch(n, self._communicator)) for n in numbers]
-        self._slices.drop_gradients_()
-        if error is None:
-            copy_options_(self.optim.param_groups, self.param_groups)
-        with record_function(f"{type(self).__name__}.gather"):
-            self._gather_parameters(error, launched)
-
-    def _staged_groups(self) -> StagedGroups:
-        formed = len(self.param_groups), self._slices.num_formed
-        if self._staged is None or self._staged[0] != formed:
-            number_of = {
-                slot.parameter: stage
-                for stage, numbers in enumerate(self._buckets.stages(trainable=True))
-                for number in numbers
-                for slot in self._buckets.buckets[number].layout.slots
-            }
-            stage_of = {self._parameters[index]: stage for index, stage in number_of.items()}
-            stage_of.update(
-                (each.tensor, number_of[each.pieces[0].parameter]) for each in self._slices.slices
-            )
-            num_stages = len(self._buckets.stages(trainable=True))
-            self._staged = formed, StagedGroups(self.optim.param_groups, stage_of, num_stages)
-        return self._staged[1]
-
     def _describe_misfit(self, misfit: torch.Tensor) -> Exception:
-        return RuntimeError(
-            f"the step of {type(self.optim).__name__} gave parameter {self._name_of(misfit)} "
-            "another shape, dtype or device; it must keep them, so that every rank can receive "
-            "the new values"
-        )
+        return self._sharded.describe_misfit(misfit, self.optim, self.param_groups)
 
     # Under hooks of DDP
 
@@ -810,10 +545,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 "reduce_to_owners_hook needs an optimizer that was built without shard_gradients and "
                 "overlap_with_ddp, which reduce gradients or use them in their own way"
             )
-        elif any(map(is_dtensor, self._parameters)):
+        elif any(map(is_dtensor, self._sharded.parameters)):
             error = TypeError("reduce_to_owners_hook can't reduce the gradient of a DTensor")
         self._agreement.settle("reduce_to_owners_hook (gradients)", None, error)
-        gradients = ReducedInHooks(self._communicator, self._parameters, self._plan, model)
+        gradients = ReducedInHooks(
+            self._communicator, self._sharded.parameters, self._sharded.plan, model
+        )
         self._gradients = gradients
         return gradients
 
@@ -832,7 +569,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
 
     def _settle_overlapped(self, problem: Exception | None, joined: bool) -> Settlement:
         if self.is_in_join:
-            self._join_round().run(self.param_groups, joined=joined, gradients=False)
+            self._uneven_inputs.round.run(self.param_groups, joined=joined, gradients=False)
         problem = problem or self._find_replaced()
         if problem is None:
             copy_options_(self.param_groups, self.optim.param_groups)
@@ -853,46 +590,6 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         """Whether this optimizer takes part in a ``Join`` at the moment."""
         return bool(self._join_config.enable)
 
-    @torch.no_grad()
-    def _gather_parameters(
-        self, error: Exception | None, launched: Sequence[tuple[int, Waitable]] | None = None
-    ) -> None:
-        """Gathers the trainable buckets, and the frozen ones if one was thawed since the plan.
-
-        Args:
-            error: what went wrong on this rank.
-            launched: those gathers that are under way; all trainable ones, or ``None``.
-        """
-        failure, thawed = None, int(self._owned_frozen_was_thawed())
-        settlement = self._agreement.start("step (update)", error=error, flag=thawed)
-        if launched is not None:
-            self._buckets.finish_all(launched)
-        elif self._forward_gather is None:
-            self._buckets.gather(self._communicator, trainable=True)
-        try:
-            thawed = settlement.wait()
-        except CommunicationError:
-            raise
-        except Exception as problem:  # noqa: BLE001 - raised below, when the replicas agree again
-            failure, thawed = problem, 1
-        if self._forward_gather is not None:  # what ranks agree on would queue up behind it
-            self._forward_gather.launch(self._communicator, frozen=bool(thawed))
-        elif thawed:
-            self._buckets.gather(self._communicator, trainable=False)
-        if failure:
-            raise failure
-
-    def _owned_frozen_was_thawed(self) -> bool:
-        rank = self._communicator.members.group_rank
-        frozen = (
-            self._parameters[slot.parameter]
-            for layout in self._plan.layouts
-            if not layout.trainable
-            for slot in layout.slots_of(rank)
-        )
-        # The step may have dropped the gradient, and a gradient needs no `requires_grad`.
-        return any(p.requires_grad or p.grad is not None for p in frozen)
-
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Brings the full optimizer state to one rank, where :meth:`state_dict` then returns it.
 
@@ -908,41 +605,11 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             TypeError: if a parameter's state holds something that is neither a tensor nor plain
                 data; the other ranks raise too.
         """
-        own: dict[int, Any] = {}
-        parts: dict[int, Any] = {}
-        description: dict[str, Json] = {}
-        error = None
-        try:
-            target = self._require_rank(to)
-            inner = self.optim.state_dict()
-            own, shared, rest = full_indexed(inner, self.optim.param_groups, self.param_groups)
-            own, parts = self._with_sliced(unwrap(own), inner)
-            description = {
-                "to": target,
-                "shared state": {str(k): tagged_json.describe(v) for k, v in shared.items()},
-                "state dict": {str(k): tagged_json.describe(v) for k, v in rest.items()},
-            }
-            if target == self._communicator.members.group_rank:
-                groups = self._packed_groups()
-                shared, groups, rest = copy.deepcopy((shared, groups, rest))
-        except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
-            error = problem
-        self._agreement.settle("consolidate_state_dict", description, error)
-        self._consolidated = None
-        full = consolidate(self._communicator, self._agreement, own, target, self._device_of_type())
-        if any(map(self._plan.is_in_parts, self._plan.flat_layouts)):
-            all_parts = consolidate(
-                self._communicator, self._agreement, parts, target, self._device_of_type()
-            )
-            full = _merged(full, all_parts, self._plan)
-        if full is not None:
-            parameter_at = {i: p for p, i in parameter_indices(self.param_groups).items()}
-            full = {index: rewrap(state, parameter_at[index]) for index, state in full.items()}
-            self._consolidated = {"state": {**full, **shared}, "param_groups": groups, **rest}
+        self._full_state.consolidate(self.optim, self.param_groups, to)
 
     def release_consolidated_state_dict(self) -> None:
         """Drops the copy that :meth:`consolidate_state_dict` made. No communication."""
-        self._consolidated = None
+        self._full_state.release()
 
     def state_dict(self) -> dict[str, Any]:
         """The full state as it was at the last consolidation, in the plain optimizer's format.
@@ -955,23 +622,13 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        if self._consolidated is None:
+        snapshot = self._full_state.snapshot()
+        if snapshot is None:
             raise RuntimeError(
                 "Optimizer state has not been consolidated on this rank. Please call "
                 f"`consolidate_state_dict(to={self._communicator.members.group_rank})` on all ranks "
                 "beforehand if you meant to save the global state."
             )
-        snapshot = {
-            "state": {
-                key: dict(value) if isinstance(value, dict) else value
-                for key, value in self._consolidated["state"].items()
-            },
-            "param_groups": [
-                {**group, "params": list(group["params"])}
-                for group in self._consolidated["param_groups"]
-            ],
-        }
-        snapshot = {**self._consolidated, **snapshot}
         return self._run_state_dict_hooks(snapshot)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -989,85 +646,13 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
                 on any rank.
             RuntimeError: if the ranks' dicts have different options.
         """
-        slices_before = tuple(self._slices.slices)
-        state_before = self.optim.state
-        groups_before = [dict(group) for group in self.optim.param_groups]
-        outer_before = [dict(group) for group in self.param_groups]
-        error = None
-        try:
-            state_dict = self._run_load_hooks(state_dict)
-            require_fit(state_dict, self.param_groups)
-            self._load_own(state_dict)
-            self._adopt_loaded_groups_(state_dict["param_groups"])
-        except Exception as problem:  # noqa: BLE001 - the other ranks must hear of it first
-            error = problem
-        try:
-            self._agreement.settle(
-                "load_state_dict", None if error else describe_options(self.param_groups), error
-            )
-        except BaseException:
-            self.optim.state = state_before
-            self.optim.param_groups = groups_before
-            self._slices.drop(self._slices.num_buckets, slices_before)
-            for group, before in zip(self.param_groups, outer_before, strict=True):
-                _become_(group, before)
-            raise
+        self._full_state.load_(
+            self.optim, self.param_groups, lambda: self._run_load_hooks(state_dict)
+        )
         if self._stage is not None:
             self._stage.refresh()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
-
-    def _load_own(self, state_dict: dict[str, Any]) -> None:
-        """Loads what this rank owns of a full state dict that fits into the local optimizer."""
-        saved = state_dict["state"]
-        saved_index = {
-            parameter: index
-            for group, ours in zip(state_dict["param_groups"], self.param_groups, strict=True)
-            for parameter, index in zip(ours["params"], group["params"], strict=True)
-        }
-        sliced = self._slices.load(
-            self.optim,
-            {
-                index: saved[saved_index[parameter]]
-                for index, parameter in enumerate(self._parameters)
-                if saved_index.get(parameter) in saved
-            },
-        )
-        own = own_part(state_dict, self.param_groups, self.optim.param_groups)
-        own_index = parameter_indices(self.optim.param_groups)
-        own["state"].update({own_index[tensor]: state for tensor, state in sliced.items()})
-        self.optim.load_state_dict(own)
-
-    def _with_sliced(
-        self, own: dict[int, Any], inner: dict[str, Any]
-    ) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Adds the state in flat slices by index; what is a part of a parameter's is apart."""
-        own_index = parameter_indices(self.optim.param_groups)
-        by_tensor = {
-            each.tensor: inner["state"][own_index[each.tensor]]
-            for each in self._slices.slices
-            if own_index[each.tensor] in inner["state"]
-        }
-        index_of = parameter_indices(self.param_groups)
-        rank, world_size = self._communicator.members.group_rank, len(self._plan.loads)
-        parts: dict[int, Any] = {}
-        for number, part in self._slices.states(by_tensor).items():
-            spec, index = self._plan.specs[number], index_of[self._parameters[number]]
-            if self._plan.partition.owners[number] == IN_PARTS:
-                parts[number * world_size + rank] = [index, *part]
-            else:
-                own[index] = merge([part], spec)
-        return {index: own[index] for index in sorted(own)}, parts
-
-    def _adopt_loaded_groups_(self, loaded: Sequence[dict[str, Any]]) -> None:
-        """Our groups take the options that the local optimizer has after loading."""
-        for group, inner, saved in zip(
-            self.param_groups, self.optim.param_groups, loaded, strict=True
-        ):
-            kept = {key: group[key] for key in NOT_OPTIONS if key in group}
-            if "param_names" in saved:
-                kept["param_names"] = list(saved["param_names"])
-            _become_(group, {**options_of(inner), **kept})
 
     def sharding_report(self) -> ShardingReport:
         """Who owns how much, in how many buckets it travels, and how many bytes a step sends.
@@ -1075,16 +660,10 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         No communication; any rank may call it alone. State sizes are measured for this rank and
         estimated for the others.
         """
-        state_bytes = sum(
-            tensor.numel() * tensor.element_size()
-            for parameter, state in self.optim.state.items()
-            if parameter not in self._placeholders
-            for tensor in _tensors_in(state)
-        )
         return ShardingReport.of(
-            self._plan,
+            self._sharded.plan,
             self._communicator.members.group_rank,
-            state_bytes,
+            self._local.state_nbytes(self.optim),
             reduces=self._gradients.can_follow,
         )
 
@@ -1107,91 +686,13 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     @property
     def state(self) -> Any:
         """The local optimizer's state under the user's parameters, live."""
-        if "optim" not in vars(self) or not self._slices.slices:
+        if "optim" not in vars(self) or not self._sharded.slices.slices:
             return super().state
-        return StateByParameter(self.optim, self._slices, self._parameters)
+        return StateByParameter(self.optim, self._sharded.slices, self._sharded.parameters)
 
     @state.setter
     def state(self, value: Any) -> None:
         WrappedOptimizer.state.fset(self, value)  # type: ignore[attr-defined] # mypy takes a property for a function
-
-    def _choose_partition(self, group: dict[str, Any]) -> str:
-        """Takes a group's own choice out of it, or the optimizer's."""
-        choice = group.pop("partition", self._partition)
-        if choice not in ("parameters", "elements"):
-            raise ValueError(
-                f"partition={choice!r} is none; use 'parameters' (each has one owner, any optimizer "
-                "class) or 'elements' (all are cut evenly, element-wise classes)"
-            )
-        return str(choice)
-
-    def _choose_flat(self, start: int) -> dict[str, Any]:
-        """Which of the parameters from ``start`` on are to be stepped flat, and which cut."""
-        partition_of = self._by_group(self._partitions)
-        if self._overlaps and (self._flat_step or "elements" in self._partitions):
-            raise ValueError(
-                "overlap_with_ddp=True steps parameters one by one as they become ready, and can't be "
-                'combined with partition="elements" or flat_step=True; leave one of them away'
-            )
-        added = range(start, len(self._parameters))
-        repeated = self._repeated()  # stepped as often as they are given, as by torch
-        flat = {index for index in added if self._parameters[index] not in repeated}
-        in_parts = {index for index in flat if partition_of[index] == "elements"}
-        return {"in_parts": in_parts, "flat": flat if self._flat_step else in_parts}
-
-    def _repeated(self) -> set[torch.Tensor]:
-        counts = Counter(all_parameters(self.param_groups))
-        return {parameter for parameter, count in counts.items() if count > 1}
-
-    def _by_group(self, values: Sequence[_T]) -> dict[int, _T]:
-        """Each parameter's value, given one for each group."""
-        index_of = {parameter: index for index, parameter in enumerate(self._parameters)}
-        return {
-            index_of[parameter]: value
-            for group, value in zip(self.param_groups, values, strict=True)
-            for parameter in group["params"]
-        }
-
-    def _plan_slices(self, start: int, optimizer_class: type[Optimizer]) -> None:
-        """Plans the flat slices of the layouts from ``start`` on."""
-        if isinstance(optimizer_class, type):
-            self._require_elementwise(optimizer_class)
-        group_of = self._by_group(range(len(self.param_groups)))
-        self._slices.plan(self._plan.flat_layouts[start:], self._plan.specs, group_of)
-
-    def _require_elementwise(self, optimizer_class: type[Optimizer]) -> None:
-        use = 'partition="elements"' if "elements" in self._partitions else "flat_step=True"
-        if self._is_flat:
-            require_elementwise(
-                optimizer_class, is_confirmed=self._is_confirmed_elementwise, use=use
-            )
-
-    def _owned_group(self, place: int, group: dict[str, Any]) -> dict[str, Any]:
-        """The local optimizer's version of one of our groups."""
-        rank = self._communicator.members.group_rank
-        owners = dict(zip(self._parameters, self._plan.partition.owners, strict=True))
-        flat = {
-            self._parameters[slot.parameter]
-            for layout in self._plan.flat_layouts
-            for slot in layout.slots
-        }
-        owned: list[Any] = [p for p in group["params"] if owners[p] == rank and p not in flat]
-        owned += self._slices.in_group(place)
-        if group["params"] and not owned:
-            owned = [_placeholder_like(group["params"][0])]
-            self._placeholders.update(owned)
-        if "param_names" in group:  # torch wants all groups to have names, or none
-            names = dict(zip(group["params"], group["param_names"], strict=True))
-            number = itertools.count()
-            owned = [
-                (names[p] if p in names else f"{group['param_names'][0]} (slice {next(number)})", p)
-                for p in owned
-            ]
-        return {**options_of(group), "params": owned}
-
-    def _drop_placeholder_state(self) -> None:
-        for placeholder in self._placeholders:
-            self.optim.state.pop(placeholder, None)
 
     # What the ranks agree on, and what must hold
 
@@ -1202,133 +703,5 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         missing: list[Json] = self._gradients.missing_parts()
         return {"parameters without a gradient": missing} if missing else {}
 
-    def _describe_parameters(self, start: int = 0) -> dict[str, Json]:
-        return describe_parameters(
-            self.param_groups,
-            self._parameters,
-            self._plan.specs[start:],
-            resident=self.parameters_as_bucket_view or self._is_flat,
-        )
-
-    @property
-    def _is_flat(self) -> bool:
-        """Whether some parameters are to be stepped as flat slices, if they can be."""
-        return self._flat_step or "elements" in self._partitions
-
     def _find_replaced(self) -> RuntimeError | None:
-        if not same_members(self.param_groups, self._members):
-            return RuntimeError(
-                "the parameters in param_groups are no longer those that the optimizer was built "
-                "with; add some with add_param_group(), and build a new optimizer to take some away"
-            )
-        replaced = self._watch.find_replaced(self.param_groups)
-        strayed = self._buckets.strayed() if replaced is None else None
-        if strayed is None:
-            return replaced
-        return RuntimeError(
-            f"the storage of parameter {self._name_of(self._parameters[strayed])} was replaced after "
-            "parameters_as_bucket_view=True, partition='elements' or flat_step=True had moved it into "
-            f"a bucket, so that updates would not reach it; {CURE}"
-        )
-
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        index = self._slices.first_in(parameter)
-        return name_of(parameter if index is None else self._parameters[index], self.param_groups)
-
-    def _move_into_buckets(self, call: str, layouts: Sequence[BucketLayout]) -> None:
-        error = None
-        try:
-            for layout in layouts:
-                self._buckets.add(layout, self._plan.specs)
-            self._slices.move_in(self._buckets.flats_of(layouts, self._plan.flat_layouts))
-        except Exception as problem:  # noqa: BLE001 - most likely a lack of memory, on one rank
-            error = problem
-        self._agreement.settle(f"{call} (buckets)", error=error)
-        resident = self._buckets.resident  # these are watched in their buckets
-        self._watch = MetadataWatch(
-            [p for index, p in enumerate(self._parameters) if index not in resident]
-        )
-
-    def _owned_memories(self) -> list[torch.Tensor]:
-        """What the local optimizer steps in memory that must stay."""
-        formed = len(self.param_groups), self._slices.num_formed
-        if self._owned[0] != formed:
-            self._owned = (
-                formed,
-                [
-                    parameter
-                    for parameter in all_parameters(self.optim.param_groups)
-                    if parameter not in self._placeholders and not is_dtensor(parameter)
-                ],
-            )
-        return self._owned[1]
-
-    def _require_rank(self, rank: Any) -> GroupRank:
-        world_size = self._communicator.members.world_size
-        if rank not in range(world_size):
-            raise ValueError(f"to={rank!r} is not a rank of a group of {world_size}")
-        return GroupRank(operator.index(rank))
-
-    def _packed_groups(self) -> list[dict[str, Any]]:
-        indices = parameter_indices(self.param_groups)
-        return [
-            {
-                **{key: value for key, value in group.items() if key != "params"},
-                "params": [indices[parameter] for parameter in group["params"]],
-            }
-            for group in self.param_groups
-        ]
-
-    def _device_of_type(self) -> dict[str, torch.device]:
-        return {parameter.device.type: parameter.device for parameter in self._parameters}
-
-
-def _placeholder_like(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter without elements, of the same dtype, device and number of axes."""
-    empty = local_memory(parameter).detach().new_empty((0,) * max(1, parameter.ndim))
-    return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
-
-
-def _require_module(module: nn.Module | None, *, needed: bool, gathers_early: bool) -> None:
-    if needed and gathers_early:
-        raise ValueError(
-            "overlap_with_forward=True has nothing to overlap with overlap_with_ddp=True, which "
-            "gathers the parameters during backward; leave one of them away"
-        )
-    if needed and not isinstance(module, nn.Module):
-        raise ValueError(
-            f"overlap_with_forward=True needs module=, the module whose forward is to wait for the "
-            f"parameters; it is {module!r}"
-        )
-
-
-def _merged(
-    full: dict[int, Any] | None, parts: dict[int, Any] | None, plan: ShardingPlan
-) -> dict[int, Any] | None:
-    """The state of all parameters, on the rank that received it: parts are put together, and let go."""
-    if full is None or parts is None:
-        return None
-    by_parameter: dict[int, list[Any]] = {}
-    for key in list(parts):
-        by_parameter.setdefault(key // len(plan.loads), []).append(parts.pop(key))
-    for number in list(by_parameter):
-        held = by_parameter.pop(number)
-        full[held[0][0]] = merge([SlicedState(*part[1:]) for part in held], plan.specs[number])
-    return {index: full[index] for index in sorted(full)}
-
-
-def _become_(target: dict[str, Any], source: dict[str, Any]) -> None:
-    """Makes ``target`` equal to ``source`` without replacing it: others hold it."""
-    target.clear()
-    target.update(source)
-
-
-def _tensors_in(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
+        return self._sharded.find_replaced(self.param_groups)
