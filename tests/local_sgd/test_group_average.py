@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tensorplay.distributed.optim._core.collectives import CommunicationError
 from tensorplay.distributed.optim.local_sgd import averaging_plan
-from tensorplay.distributed.optim.local_sgd.averaging_plan import plan_parcels
+from tensorplay.distributed.optim.local_sgd.averaging_plan import fits_slot, plan_parcels
 from tensorplay.distributed.optim.local_sgd.group_average import GroupAverage
 from tests.core.specs import make_spec
 from tests.fakes import FakeCommunicator, run_fake_ranks
@@ -47,11 +47,12 @@ def test_every_element_is_in_exactly_one_parcel(tensors: list[Any]) -> None:
         assert {member.dtype for member in members} == {members[0].dtype}
         assert parcel.dtype in {torch.float32, torch.float64}
         assert len(members) == 1 or (parcel.packed and not parcel.alone)
+        assert parcel.alone or not parcel.packed or fits_slot(parcel)
         if not parcel.packed:
             assert parcel.dtype == members[0].dtype.to_real()
             assert parcel.numel == parcel.pieces[0].end
         elif len(members) > 1 or (not parcel.alone and dense[members[0].index]):
-            assert parcel.nbytes <= BUCKET
+            assert parcel.nbytes <= BUCKET // averaging_plan.NUM_SLOTS
     expected = {
         (spec.index, place)
         for spec in specs
