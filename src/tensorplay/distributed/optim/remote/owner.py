@@ -193,7 +193,11 @@ class LocalOptimizer:
         """Takes note of the groups after they have changed, so that a step needn't look at them."""
         groups = self._optim.param_groups
         self._parameters = list(all_parameters(groups))
-        self._fusable = [group for group in groups if self._may_fuse and self._is_fusable(group)]
+        self._fusable = [
+            (group, not _takes_one_kernel(group))
+            for group in groups
+            if self._may_fuse and self._is_fusable(group)
+        ]
 
     def _is_fusable(self, group: Mapping[str, Any]) -> bool:
         """Whether the fused kernel may step a group; see Note [Fused by default]."""
@@ -202,7 +206,6 @@ class LocalOptimizer:
             and group["foreach"] is None
             and not group["differentiable"]
             and not group.get("capturable")
-            and not _takes_one_kernel(group)
             and not any(isinstance(option, torch.Tensor) for option in group.values())
             and all(
                 parameter.device.type == "cpu"
@@ -221,11 +224,11 @@ class LocalOptimizer:
         try:
             for parameter in self._parameters:
                 parameter.grad = gradients.get(parameter)
-            for group in fused:
-                group["fused"] = True
+            for group, choice in fused:
+                group["fused"] = choice
             (bare_step(self._optim) or self._optim.step)()
         finally:
-            for group in fused:
+            for group, _ in fused:
                 group["fused"] = None
             for parameter, gradient in zip(self._parameters, kept, strict=True):
                 parameter.grad = gradient
@@ -259,7 +262,7 @@ class LocalOptimizer:
 # loop over the parameters. Here it is the fused kernel (Adam's is three to four times as fast) where it
 # gives the loop's result up to the last bits: on the CPU, in single and double precision, for dense gradients
 # and plain numbers as options, and where the loop takes more than one kernel for each parameter:
-# small ones take longer through the fused one. The groups and the state dict go on saying None. `fused=False` asks
+# small ones take longer through the fused one. Saying so spares torch the choice in each step. The groups and the state dict go on saying None. `fused=False` asks
 # for the loop.
 
 
