@@ -2,11 +2,13 @@
 
 The candidates take turns in an order drawn anew for each round; a figure is the median over rounds
 of the slowest rank's time, and a ratio is the median of each round's ratio to the reference. Each has
-parameters of its own. Every step of the averagers averages.
+parameters of its own. Every step of the averagers averages. Processor time is that of all ranks
+together; on a machine that does other work too it varies less than time.
 """
 
 import argparse
 import random
+import resource
 import statistics
 import time
 import warnings
@@ -45,9 +47,9 @@ def _measure(rank: int, arguments: argparse.Namespace, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.nproc)
     for name in arguments.models:
         candidates = _candidates(name)
-        seconds = _take_turns(candidates, arguments.rounds, arguments.warm_up)
+        seconds, processor = _take_turns(candidates, arguments.rounds, arguments.warm_up)
         if rank == 0:
-            _report(name, candidates, seconds, arguments.nproc)
+            _report(name, candidates, seconds, processor, arguments.nproc)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -80,36 +82,48 @@ def _candidates(name: str) -> dict[str, Callable[[], object]]:
 
 def _take_turns(
     candidates: dict[str, Callable[[], object]], num_rounds: int, warm_up: int
-) -> dict[str, list[float]]:
-    """Seconds by candidate, one per round: the largest over ranks."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """By candidate, one per round: the largest time over ranks, and processor time of all, seconds."""
     order = random.Random(SEED)  # noqa: S311 - the same on every rank, nothing secret
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    processor: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(warm_up + num_rounds):
         for name in order.sample(list(candidates), len(candidates)):
             dist.barrier()
-            start = time.perf_counter()
+            used, start = _processor_seconds(), time.perf_counter()
             candidates[name]()
             taken = torch.tensor(time.perf_counter() - start)
+            dist.barrier()  # what its threads do when the others wait counts too
+            spent = torch.tensor(_processor_seconds() - used)
             dist.all_reduce(taken, dist.ReduceOp.MAX)
+            dist.all_reduce(spent)
             if turn >= warm_up:
                 seconds[name].append(taken.item())
-    return seconds
+                processor[name].append(spent.item())
+    return seconds, processor
+
+
+def _processor_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _report(
     name: str,
     candidates: dict[str, Callable[[], object]],
     seconds: dict[str, list[float]],
+    processor: dict[str, list[float]],
     num_ranks: int,
 ) -> None:
     parameters = _parameters(name)
     millions = sum(parameter.numel() for parameter in parameters) / 1e6
     print(f"\n{name}: {millions:.1f} M elements in {len(parameters)} tensors, {num_ranks} ranks")
-    print(f"  {'':<28}{'ms':>8}{'to the flat all-reduce':>26}{'to torch':>12}")
-    for candidate in candidates:
-        ratios = []
-        for reference in (REFERENCE, "torch's averager"):
-            pairs = zip(seconds[candidate], seconds[reference], strict=True)
-            ratios.append(statistics.median(own / other for own, other in pairs))
-        ms = statistics.median(seconds[candidate]) * 1e3
-        print(f"  {candidate:<28}{ms:>8.1f}{ratios[0]:>26.2f}{ratios[1]:>12.2f}", flush=True)
+    for what, figures in (("time", seconds), ("processor time", processor)):
+        print(f"  {what:<28}{'ms':>8}{'to the flat all-reduce':>26}{'to torch':>12}")
+        for candidate in candidates:
+            ratios = []
+            for reference in (REFERENCE, "torch's averager"):
+                pairs = zip(figures[candidate], figures[reference], strict=True)
+                ratios.append(statistics.median(own / other for own, other in pairs))
+            ms = statistics.median(figures[candidate]) * 1e3
+            print(f"  {candidate:<28}{ms:>8.1f}{ratios[0]:>26.2f}{ratios[1]:>12.2f}", flush=True)

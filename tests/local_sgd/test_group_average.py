@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tensorplay.distributed.optim._core.collectives import CommunicationError
 from tensorplay.distributed.optim.local_sgd import averaging_plan
-from tensorplay.distributed.optim.local_sgd.averaging_plan import plan_parcels
+from tensorplay.distributed.optim.local_sgd.averaged_tensors import AveragedTensors
+from tensorplay.distributed.optim.local_sgd.averaging_plan import fits_slot, plan_parcels
 from tensorplay.distributed.optim.local_sgd.group_average import GroupAverage
 from tests.core.specs import make_spec
 from tests.fakes import FakeCommunicator, run_fake_ranks
@@ -47,11 +48,12 @@ def test_every_element_is_in_exactly_one_parcel(tensors: list[Any]) -> None:
         assert {member.dtype for member in members} == {members[0].dtype}
         assert parcel.dtype in {torch.float32, torch.float64}
         assert len(members) == 1 or (parcel.packed and not parcel.alone)
+        assert parcel.alone or not parcel.packed or fits_slot(parcel)
         if not parcel.packed:
             assert parcel.dtype == members[0].dtype.to_real()
             assert parcel.numel == parcel.pieces[0].end
         elif len(members) > 1 or (not parcel.alone and dense[members[0].index]):
-            assert parcel.nbytes <= BUCKET
+            assert parcel.nbytes <= BUCKET // averaging_plan.NUM_SLOTS
     expected = {
         (spec.index, place)
         for spec in specs
@@ -120,3 +122,28 @@ def test_a_failure_says_what_was_under_way() -> None:
 
     message, _ = run_fake_ranks(2, average)
     assert message == ("averaging 1 tensors in 1 parcels failed, from all ranks: connection lost")
+
+
+def test_what_is_too_large_for_a_slot_is_divided_or_travels_alone() -> None:
+    def make(rank: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        shared = torch.randn(100, generator=generator).bfloat16()
+        gaps = torch.randn(40, 10, generator=generator)[:, ::2]
+        return [shared, shared[20:80], gaps, torch.randn(5, generator=generator)]
+
+    def average(communicator: FakeCommunicator) -> list[torch.Tensor]:
+        tensors = make(communicator.members.group_rank)
+        plans = [parcel.plan for parcel in AveragedTensors(tensors).parcels]
+        assert [plan.pieces[0].tensor for plan in plans if not fits_slot(plan)] == [2]
+        assert {piece.tensor for plan in plans if plan.alone for piece in plan.pieces} == {0, 1, 2}
+        averaging = GroupAverage(communicator, "Test")
+        for _ in range(2):  # what has left its memory finds some again
+            averaging.settle("average", tensors, None)
+            averaging.average_()
+        return tensors
+
+    everyones = [make(rank) for rank in range(2)]
+    for tensors in run_fake_ranks(2, average):
+        for index, tensor in enumerate(tensors):
+            mean = torch.stack([each[index].float() for each in everyones]).mean(0)
+            torch.testing.assert_close(tensor, mean.to(tensor.dtype), rtol=0, atol=0)

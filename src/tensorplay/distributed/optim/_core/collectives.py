@@ -28,8 +28,6 @@ from tensorplay.distributed.optim._core.ranks import GroupMembers, GroupRank
 # The name that torch gave the same collective in 2.13, or the older one, which 2.13 deprecates.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_BACKENDS_THAT_AVERAGE = frozenset({"gloo", "nccl"})
-
 
 class Waitable(Protocol):
     """Something that has been launched and can be awaited."""
@@ -215,9 +213,8 @@ class GroupCommunicator:
 
     def average_(self, flat: torch.Tensor, contributors: Sequence[GroupRank]) -> Waitable:
         """See :class:`Communicator`."""
-        backend = self._backends[flat.device.type]
         everyone = len(contributors) == self.members.world_size
-        if everyone and backend in _BACKENDS_THAT_AVERAGE:
+        if everyone and self._backends[flat.device.type] == "nccl":
             op, divisor = dist.ReduceOp.AVG, 1
         else:
             op, divisor = dist.ReduceOp.SUM, len(contributors)
@@ -336,8 +333,10 @@ class _Divided:
 
     def wait(self) -> None:
         self._works.wait()
-        if self._divisor != 1:
+        if self._divisor & (self._divisor - 1):
             self._flat.div_(self._divisor)
+        elif self._divisor != 1:
+            self._flat.mul_(1 / self._divisor)  # exact for powers of two, and faster
 
 
 def connect(process_group: dist.ProcessGroup | None, user: str) -> GroupCommunicator:

@@ -1,16 +1,22 @@
-"""The memory of an average: the tensors themselves, and the buckets they are packed into."""
+"""The memory of an average: the tensors themselves, and the bucket they are packed into."""
 
 import ctypes
 import hashlib
+import itertools
 import operator
-from collections import deque
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 
 from tensorplay.distributed.optim._core.local_shard import is_dtensor, local_memory
 from tensorplay.distributed.optim._core.parameter_spec import describe_parameters, is_dense
-from tensorplay.distributed.optim.local_sgd.averaging_plan import Parcel, plan_parcels
+from tensorplay.distributed.optim.local_sgd.averaging_plan import (
+    NUM_SLOTS,
+    Parcel,
+    fits_slot,
+    plan_parcels,
+)
 
 SAMPLE_NUMEL = 1000
 
@@ -37,6 +43,7 @@ class AveragedTensors:
         ]
         self._have_dtensors = any(map(is_dtensor, tensors))
         self._places = self._places_of(tensors)
+        self._is_allocated = False
 
     def are(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are the same tensors, still in the same memory."""
@@ -51,6 +58,30 @@ class AveragedTensors:
         memories = list(map(local_memory, tensors)) if self._have_dtensors else tensors
         return [*map(torch.Tensor.data_ptr, memories), *map(torch.Tensor.numel, memories)]
 
+    def allocate(self) -> None:
+        """Finds memory for what is packed, unless it has been found."""
+        if self._is_allocated:
+            return
+        self._is_allocated = True
+        by_device: defaultdict[torch.device, list[PlacedParcel]] = defaultdict(list)
+        for parcel in self.parcels:
+            if parcel.plan.packed and fits_slot(parcel.plan):
+                by_device[parcel.plan.device].append(parcel)
+        for device, parcels in by_device.items():
+            nbytes = max(parcel.plan.nbytes for parcel in parcels)
+            slots = [
+                torch.empty(nbytes, dtype=torch.uint8, device=device)
+                for _ in range(min(NUM_SLOTS, len(parcels)))
+            ]
+            for parcel, slot in zip(parcels, itertools.cycle(slots), strict=False):
+                parcel.place(slot)
+
+    def release(self) -> None:
+        """Lets the memory go; whatever is still under way keeps what it uses."""
+        self._is_allocated = False
+        for parcel in self.parcels:
+            parcel.displace()
+
     def sample(self) -> bytes:
         """A digest of some elements from all over the largest tensor."""
         largest = max(self._flats, key=torch.Tensor.numel)
@@ -63,7 +94,7 @@ class AveragedTensors:
 
 
 class PlacedParcel:
-    """A parcel, and where its pieces are."""
+    """A parcel, where its pieces are, and where they are packed."""
 
     def __init__(self, parcel: Parcel, flats: Sequence[torch.Tensor]) -> None:
         self.plan = parcel
@@ -73,51 +104,52 @@ class PlacedParcel:
             else flats[piece.tensor][piece.start : piece.end]
             for piece in parcel.pieces
         ]
-        self._sizes = [piece.numel() for piece in self.pieces]
-        self._can_be_split = all(
+        self.slot: torch.Tensor | None = None
+        """The part of the bucket that it has, before and after other parcels."""
+        self._packed: torch.Tensor | None = None
+        self._places: list[torch.Tensor] = []
+        self._can_be_joined = all(
             piece.dim() == 1 and piece.dtype == parcel.dtype for piece in self.pieces
         )
 
-    def pack_(self, bucket: torch.Tensor) -> None:
-        """Copies the pieces into ``bucket``, which is ``(numel,)``."""
-        pieces = self.pieces
-        if not self._can_be_split:
-            pieces = [piece.reshape(-1) for piece in pieces]
-        torch.cat(pieces, out=bucket)
+    def place(self, slot: torch.Tensor) -> None:
+        """Decides on its slot, of at least ``plan.nbytes`` bytes."""
+        self.slot = slot
+        self._packed = slot[: self.plan.nbytes].view(self.plan.dtype)
+        parts = torch.split(self._packed, [piece.numel() for piece in self.pieces])
+        self._places = [
+            part if piece.dim() == 1 else part.view(piece.shape)
+            for part, piece in zip(parts, self.pieces, strict=True)
+        ]
 
-    def unpack_(self, bucket: torch.Tensor) -> None:
-        """Copies ``bucket`` back to where the pieces are."""
-        if self._can_be_split:
-            torch.split_with_sizes_copy(bucket, self._sizes, out=self.pieces)
+    def displace(self) -> None:
+        """Gives its slot up."""
+        self.slot = self._packed = None
+        self._places = []
+
+    def pack_(self) -> torch.Tensor:
+        """Returns ``(numel,)``: what travels, a copy of the pieces or the only one itself.
+
+        What has no slot gets memory of its own, until it is unpacked.
+        """
+        if not self.plan.packed:
+            return self.pieces[0]
+        if self._packed is None:
+            self.place(torch.empty(self.plan.nbytes, dtype=torch.uint8, device=self.plan.device))
+        assert self._packed is not None  # noqa: S101 - narrows a type; it has a place now
+        if self._can_be_joined:
+            torch.cat(self.pieces, out=self._packed)
+        else:
+            torch._foreach_copy_(self._places, self.pieces)
+        return self._packed
+
+    def unpack_(self) -> None:
+        """Copies what has travelled back to where the pieces are."""
+        if not self.plan.packed:
             return
-        for piece, values in zip(self.pieces, torch.split(bucket, self._sizes), strict=True):
-            piece.copy_(values.view(piece.shape))
-
-
-class BucketMemory:
-    """Two buckets, used in turn and allocated when they are needed.
-
-    They stay until the tensors change.
-    """
-
-    def __init__(self, parcels: Sequence[Parcel], device: torch.device) -> None:
-        self._nbytes = max(parcel.nbytes for parcel in parcels)
-        self._device = device
-        self._free: deque[torch.Tensor] = deque()
-        self._num_unmade = min(2, len(parcels))
-
-    def take(self) -> torch.Tensor | None:
-        """A bucket, or ``None`` while both are in use."""
-        if self._free:
-            return self._free.popleft()
-        if not self._num_unmade:
-            return None
-        self._num_unmade -= 1
-        return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-
-    def give_back(self, bucket: torch.Tensor) -> None:
-        """Lets the next one have it."""
-        self._free.append(bucket)
+        torch._foreach_copy_(self.pieces, self._places)
+        if not fits_slot(self.plan):
+            self.displace()
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:

@@ -125,8 +125,8 @@ class ScheduledAverager(ModelAverager):
 
         Unlike torch's, it averages the same set on every rank, whether or not a parameter has got a
         gradient there: every tensor of a floating or complex type, but not parameters that have
-        never required a gradient. They keep storage, strides and views. Up to 25 MB of other memory
-        are used, more only for tensors that have gaps and are larger than 12 MB.
+        never required a gradient. They keep storage, strides and views. Up to 12 MB of other memory
+        are used, more only for tensors that have gaps and are larger than 4 MB.
 
         Args:
             params: the parameters of a model, param groups of an optimizer, or any tensors
@@ -386,8 +386,11 @@ def tensors_of(params: Averaged) -> list[torch.Tensor]:
     """
     if isinstance(params, torch.Tensor):
         raise NotImplementedError("one tensor is not a list of parameters; put it into a list")
+    given: list[Any] = list(params)
+    if set(map(type, given)) <= {nn.Parameter, torch.Tensor}:  # thousands, without a loop in Python
+        return given
     tensors: list[torch.Tensor] = []
-    for each in params:
+    for each in given:
         if isinstance(each, torch.Tensor):
             tensors.append(each)
         elif isinstance(each, dict):

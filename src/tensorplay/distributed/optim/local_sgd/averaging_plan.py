@@ -1,8 +1,8 @@
 """The plan of an average: which tensors travel from where they are, and which packed together.
 
-Large tensors are averaged in their own memory. Small ones are packed into buckets, tightly, because
-what pads them would be averaged too. Types below 32 bits are packed as float32, in which their sum
-keeps its bits.
+Large tensors are averaged in their own memory. Small ones are packed into a bucket, tightly, because
+what pads them would be averaged too. It has several slots, so that one can be packed or unpacked
+while others travel. Types below 32 bits are packed as float32, in which their sum keeps its bits.
 """
 
 from collections import Counter, defaultdict
@@ -14,9 +14,12 @@ import torch
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec
 
 BUCKET_BYTES = 12 * 1024 * 1024
-"""Of a bucket at most; two of them are in use at a time."""
+"""Of all memory that is packed into, on each device."""
 
-IN_PLACE_FROM_BYTES = 256 * 1024
+NUM_SLOTS = 3
+"""Equal parts of the bucket, used in turn."""
+
+IN_PLACE_FROM_BYTES = 1024 * 1024
 """Tensors of at least this size are averaged in their own memory."""
 
 
@@ -40,8 +43,9 @@ class Parcel:
 
     Attributes:
         pieces: of tensors of one type, in order.
-        packed: whether they travel in a bucket; otherwise it is one whole tensor, in its memory.
-        alone: nothing else may be under way, since its tensor shares memory with others.
+        packed: whether they travel in the bucket; otherwise it is one whole tensor, in its memory.
+        alone: nothing else may be under way, since its tensor shares memory with others, or is too
+            large for a slot and can't be divided.
         dtype: real; in which it travels. A complex element counts as two.
         device: where.
         numel: how many elements travel.
@@ -68,10 +72,11 @@ def plan_parcels(specs: Sequence[ParameterSpec], dense: Sequence[bool]) -> tuple
     Args:
         specs: the tensors, by index.
         dense: for each whether its elements fill their stretch of memory. One that isn't stays
-            whole, and may make a bucket larger than ``BUCKET_BYTES``.
+            whole, and may be larger than a slot.
     """
     lodgers = Counter(spec.memory_unit for spec in specs)
-    in_place, packed = [], []
+    in_place: list[Parcel] = []
+    packed: list[Parcel] = []
     to_pack: defaultdict[tuple[torch.device, torch.dtype], list[Piece]] = defaultdict(list)
     for spec, is_dense in zip(specs, dense, strict=True):
         dtype = _travelling_dtype(spec.dtype)
@@ -83,21 +88,36 @@ def plan_parcels(specs: Sequence[ParameterSpec], dense: Sequence[bool]) -> tuple
         large = spec.nbytes >= IN_PLACE_FROM_BYTES
         if is_dense and large and spec.dtype.itemsize >= torch.float32.itemsize:
             in_place.append(Parcel((whole,), False, alone, dtype, spec.device))
-        elif alone and numel:
-            packed.append(Parcel((whole,), True, alone, dtype, spec.device))
         elif numel:
-            step = BUCKET_BYTES // dtype.itemsize if is_dense else numel
-            to_pack[spec.device, spec.dtype].extend(
-                Piece(spec.index, start, min(start + step, numel))
-                for start in range(0, numel, step)
-            )
+            capacity = _slot_bytes() // dtype.itemsize
+            pieces = _divided(whole, capacity) if is_dense else [whole]
+            if alone or pieces[0].numel > capacity:
+                packed.extend(Parcel((piece,), True, True, dtype, spec.device) for piece in pieces)
+            else:
+                to_pack[spec.device, spec.dtype].extend(pieces)
     for (device, dtype), pieces in to_pack.items():
         travelling = _travelling_dtype(dtype)
         packed.extend(
             Parcel(tuple(members), True, False, travelling, device)
-            for members in _fill(pieces, BUCKET_BYTES // travelling.itemsize)
+            for members in _fill(pieces, _slot_bytes() // travelling.itemsize)
         )
     return (*in_place, *packed)
+
+
+def fits_slot(parcel: Parcel) -> bool:
+    """Whether it is small enough for a slot; otherwise it travels alone, in memory of its own."""
+    return parcel.nbytes <= _slot_bytes()
+
+
+def _slot_bytes() -> int:
+    return BUCKET_BYTES // NUM_SLOTS
+
+
+def _divided(whole: Piece, longest: int) -> list[Piece]:
+    return [
+        Piece(whole.tensor, start, min(start + longest, whole.end))
+        for start in range(0, whole.end, longest)
+    ]
 
 
 def _travelling_dtype(dtype: torch.dtype) -> torch.dtype:

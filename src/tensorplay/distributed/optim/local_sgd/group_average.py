@@ -22,7 +22,6 @@ from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim.local_sgd.averaged_tensors import (
     AveragedTensors,
-    BucketMemory,
     PlacedParcel,
 )
 
@@ -43,7 +42,6 @@ class GroupAverage:
         self._agreement = Agreement(communicator, owner)
         self._averaged: AveragedTensors | None = None
         self._description = Description(None)
-        self._memories: dict[torch.device, BucketMemory] = {}
 
     def settle(
         self,
@@ -97,16 +95,17 @@ class GroupAverage:
             if world_size not in EXACT_WORLD_SIZES and self._are_equal(averaged):
                 return
             contributors = list(self.communicator.members)
+        averaged.allocate()
         under_way: deque[_UnderWay] = deque()
         try:
             for parcel in averaged.parcels:
-                while under_way and (parcel.plan.alone or under_way[-1].parcel.plan.alone):
-                    self._finish(under_way.popleft())
-                under_way.append(self._launch(parcel, contributors, under_way))
+                while under_way and _must_wait(parcel, under_way):
+                    under_way.popleft().finish()
+                under_way.append(self._launch(parcel, contributors))
             while under_way:
-                self._finish(under_way.popleft())
+                under_way.popleft().finish()
         except CommunicationError as error:
-            self._memories.clear()  # whatever is still under way keeps what it uses
+            averaged.release()
             raise CommunicationError(
                 f"averaging {len(averaged.tensors)} tensors in {len(averaged.parcels)} parcels "
                 f"failed, {error}"
@@ -125,35 +124,9 @@ class GroupAverage:
         highest, lowest = self.communicator.max_([own, -own]).wait()
         return highest == -lowest
 
-    def _launch(
-        self,
-        parcel: PlacedParcel,
-        contributors: Sequence[GroupRank],
-        under_way: "deque[_UnderWay]",
-    ) -> "_UnderWay":
-        if not parcel.plan.packed:
-            averaging = self.communicator.average_(parcel.pieces[0], contributors)
-            return _UnderWay(parcel, averaging, None)
-        memory = self._memory_on(parcel.plan.device)
-        while (bucket := memory.take()) is None:
-            self._finish(under_way.popleft())
-        flat = bucket[: parcel.plan.nbytes].view(parcel.plan.dtype)
-        parcel.pack_(flat)
-        return _UnderWay(parcel, self.communicator.average_(flat, contributors), bucket)
-
-    def _finish(self, one: "_UnderWay") -> None:
-        one.averaging.wait()
-        if one.bucket is not None:
-            plan = one.parcel.plan
-            one.parcel.unpack_(one.bucket[: plan.nbytes].view(plan.dtype))
-            self._memories[plan.device].give_back(one.bucket)
-
-    def _memory_on(self, device: torch.device) -> BucketMemory:
-        if device not in self._memories:
-            plans = [parcel.plan for parcel in self._averaged.parcels] if self._averaged else []
-            packed = [plan for plan in plans if plan.packed and plan.device == device]
-            self._memories[device] = BucketMemory(packed, device)
-        return self._memories[device]
+    def _launch(self, parcel: PlacedParcel, contributors: Sequence[GroupRank]) -> "_UnderWay":
+        flat = parcel.pack_()
+        return _UnderWay(parcel, self.communicator.average_(flat, contributors))
 
     def _adopt(self, tensors: Sequence[torch.Tensor], schedule: Json) -> None:
         if self._averaged is not None and self._averaged.are(tensors):
@@ -163,7 +136,6 @@ class GroupAverage:
             for index, tensor in enumerate(tensors):
                 _refuse_what_cannot_be_averaged(index, tensor, self.communicator)
             self._averaged = AveragedTensors(tensors)
-            self._memories.clear()
         specs = self._averaged.specs
         self._description = Description(
             {
@@ -184,11 +156,22 @@ class GroupAverage:
 
 
 class _UnderWay(NamedTuple):
-    """A parcel that is being averaged, and the bucket that it is in."""
+    """A parcel that is being averaged."""
 
     parcel: PlacedParcel
     averaging: Waitable
-    bucket: torch.Tensor | None
+
+    def finish(self) -> None:
+        """Waits until its pieces hold the average."""
+        self.averaging.wait()
+        self.parcel.unpack_()
+
+
+def _must_wait(parcel: PlacedParcel, under_way: Sequence[_UnderWay]) -> bool:
+    """Whether something that is under way must have come before a parcel may be packed."""
+    if parcel.plan.alone or under_way[-1].parcel.plan.alone:
+        return True
+    return parcel.slot is not None and any(one.parcel.slot is parcel.slot for one in under_way)
 
 
 def _refuse_what_cannot_be_averaged(

@@ -155,8 +155,10 @@ class RemoteOptimizer(StateDictHooks):
         for position, options in changed.items():
             self._known[position].update(options)
         for name, answer in answers.items():
+            if not answer:
+                continue
             members = list(self._owners[name].members)
-            for i, options in (answer or {}).items():  # what the optimizer itself has written
+            for i, options in answer.items():  # what the optimizer itself has written
                 self.param_groups[members[i]].update(options)
                 self._known[members[i]].update(clone(options))
 

@@ -1,6 +1,7 @@
 """What runs on the worker that owns the parameters: a local optimizer, fed from autograd contexts."""
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -104,7 +105,7 @@ class LocalOptimizer:
             if undo is not None:
                 undo()
             raise
-        return _changes_between(before, optim.param_groups), undo
+        return (_changes_between(before, optim.param_groups) if before else {}), undo
 
     def squared_norm(self, context_id: int) -> float:
         """The sum of the squares of the gradients' elements."""
@@ -184,13 +185,19 @@ class LocalOptimizer:
             except RuntimeError:
                 return {}  # the trainer knows the context: this worker had no part in it
             raise
-        return {p: found[p] for p in self._parameters if p in found}
+        parameters = self._parameters
+        pairs = zip(parameters, map(found.get, parameters), strict=True)
+        return {parameter: gradient for parameter, gradient in pairs if gradient is not None}
 
     def _look_again(self) -> None:
         """Takes note of the groups after they have changed, so that a step needn't look at them."""
         groups = self._optim.param_groups
         self._parameters = list(all_parameters(groups))
-        self._fusable = [group for group in groups if self._may_fuse and self._is_fusable(group)]
+        self._fusable = [
+            (group, not _takes_one_kernel(group))
+            for group in groups
+            if self._may_fuse and self._is_fusable(group)
+        ]
 
     def _is_fusable(self, group: Mapping[str, Any]) -> bool:
         """Whether the fused kernel may step a group; see Note [Fused by default]."""
@@ -212,16 +219,16 @@ class LocalOptimizer:
         """Steps with these gradients and no others; ``.grad`` is afterwards what it was."""
         kept = [parameter.grad for parameter in self._parameters]
         fused = self._fusable
-        if any(gradient.layout is not torch.strided for gradient in gradients.values()):
+        if fused and not {torch.strided}.issuperset(map(_layout_of, gradients.values())):
             fused = []
         try:
             for parameter in self._parameters:
                 parameter.grad = gradients.get(parameter)
-            for group in fused:
-                group["fused"] = True
+            for group, choice in fused:
+                group["fused"] = choice
             (bare_step(self._optim) or self._optim.step)()
         finally:
-            for group in fused:
+            for group, _ in fused:
                 group["fused"] = None
             for parameter, gradient in zip(self._parameters, kept, strict=True):
                 parameter.grad = gradient
@@ -254,7 +261,8 @@ class LocalOptimizer:
 # `fused=None` and `foreach=None` leave the choice of the kernel to torch, which on the CPU takes the
 # loop over the parameters. Here it is the fused kernel (Adam's is three to four times as fast) where it
 # gives the loop's result up to the last bits: on the CPU, in single and double precision, for dense gradients
-# and plain numbers as options. The groups and the state dict go on saying None. `fused=False` asks
+# and plain numbers as options, and where the loop takes more than one kernel for each parameter:
+# small ones take longer through the fused one. Saying so spares torch the choice in each step. The groups and the state dict go on saying None. `fused=False` asks
 # for the loop.
 
 
@@ -263,6 +271,14 @@ _FUSED_STEPS = {
     inspect.unwrap(known.step)
     for known in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 }
+
+
+def _takes_one_kernel(group: Mapping[str, Any]) -> bool:
+    """Whether the loop is plain gradient descent, which the fused kernel does no better."""
+    return group.get("momentum") == 0 and group["weight_decay"] == 0 and not group["maximize"]
+
+
+_layout_of = operator.attrgetter("layout")
 
 
 def _is_float32(step: Any) -> bool:
