@@ -262,8 +262,8 @@ class LocalOptimizer:
 # loop over the parameters. Here it is the fused kernel (Adam's is three to four times as fast) where it
 # gives the loop's result up to the last bits: on the CPU, in single and double precision, for dense gradients
 # and plain numbers as options, and where the loop takes more than one kernel for each parameter:
-# small ones take longer through the fused one. Saying so spares torch the choice in each step. The groups and the state dict go on saying None. `fused=False` asks
-# for the loop.
+# small ones take longer through the fused one. Saying so spares torch the choice in each step. The
+# groups and the state dict go on saying None. `fused=False` asks for the loop.
 
 
 # torch wraps `step` in each class that is instantiated.
