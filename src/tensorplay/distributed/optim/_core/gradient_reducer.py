@@ -20,7 +20,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -39,7 +38,6 @@ from tensorplay.distributed.optim._core.bucket_layout import (
 from tensorplay.distributed.optim._core.collectives import (
     CommunicationError,
     Communicator,
-    Waitable,
 )
 from tensorplay.distributed.optim._core.gradient_buckets import (
     AveragedMark,
@@ -58,6 +56,7 @@ from tensorplay.distributed.optim._core.reduction_schedule import (
     DuringBackward,
     Schedule,
 )
+from tensorplay.distributed.optim._core.sentinels import Sentinels
 from tensorplay.distributed.optim._core.step_schedule import Stage, StepInBackward
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.transfers import Transfer
@@ -125,8 +124,7 @@ class GradientReducer:
         self._num_kept_bytes = 0
         self._receive_memory = ReceiveMemory(capacity_bytes)
         self._partial: dict[int, PartialGradient] = {}
-        self._sentinels: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._finiteness: list[_Finiteness] = []
+        self._sentinels = Sentinels(communicator)
         self._mark = AveragedMark()
         self._syncs = True
         self._has_unreduced_passes = False
@@ -671,54 +669,15 @@ class GradientReducer:
         if part is not None:
             if isinstance(before, PartialGradient) and before.own is not None:
                 part.add_(before.own)
-            return self._made_partial(parameter, part)
+            return self._sentinels.partial(parameter, part)
         if index not in self._partial:
-            self._partial[index] = self._made_partial(parameter, None)
+            self._partial[index] = self._sentinels.partial(parameter)
         return self._partial[index]
-
-    def _made_partial(self, parameter: torch.Tensor, own: torch.Tensor | None) -> PartialGradient:
-        sentinel, method = self._sentinel(parameter), weakref.WeakMethod(self._complete_sentinels)
-
-        def complete() -> None:
-            if (found := method()) is not None:
-                found()
-
-        parts = (sentinel,) if own is None else (own, sentinel)
-        return PartialGradient(parameter, parts, own, complete)
-
-    def _sentinel(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Not finite where some rank's gradients aren't; a part of every partial gradient."""
-        kind = parameter.dtype, parameter.device
-        if kind not in self._sentinels:
-            self._sentinels[kind] = torch.zeros(1, dtype=kind[0], device=kind[1])
-        return self._sentinels[kind]
 
     def _conclude(self, finite: Sequence[torch.Tensor]) -> None:
         """When all buckets have been averaged; scalars say which of them are finite."""
-        self._agree_on_finiteness(finite)
-
-    def _agree_on_finiteness(self, scalars: Sequence[torch.Tensor]) -> None:
-        """Lets every partial gradient show whether some rank's are infinite or not a number."""
-        self._complete_sentinels()
         devices = dict.fromkeys(bucket.layout.device for bucket in self.buckets)
-        for device in devices:
-            local = [scalar for scalar in scalars if scalar.device == device]
-            infinite = torch.zeros(1, dtype=torch.uint8, device=device)
-            if local:
-                infinite += ~torch.isfinite(torch.stack(local)).all()  # a sum might overflow
-            gathering = self._communicator.all_reduce_(infinite, "max")
-            self._finiteness.append(_Finiteness(gathering, infinite, self._adds_up))
-
-    @torch.no_grad()
-    def _complete_sentinels(self) -> None:
-        """Waits for what ranks tell each other, which few ask for before the next step."""
-        pending, self._finiteness = self._finiteness, []
-        for each in pending:
-            each.gathering.wait()
-            for (_, device), sentinel in self._sentinels.items():
-                if device == each.infinite.device:
-                    worst = torch.where(each.infinite.bool(), torch.inf, 0.0).to(sentinel.dtype)
-                    sentinel.copy_(sentinel + worst if each.adds_up else worst)
+        self._sentinels.agree(finite, devices, adds_up=self._adds_up)
 
     def _drop_cleared(self) -> None:
         """Follows a model's ``zero_grad()``, which can't see what was set aside."""
@@ -756,7 +715,7 @@ class GradientReducer:
                 gradient = self._apart(gradient)
             elif gradient.own is not None:
                 own = self._apart(gradient.own)
-                gradient = self._made_partial(parameter, own)
+                gradient = self._sentinels.partial(parameter, own)
             self._set_aside[index] = gradient
             parameter.grad = None
 
@@ -794,15 +753,6 @@ class GradientReducer:
     def num_begun(self) -> int:
         """How many backward passes have begun on this rank."""
         return self.backward_pass.num_begun
-
-
-@dataclass
-class _Finiteness:
-    """Whether some rank's gradients aren't finite, as soon as all have told."""
-
-    gathering: Waitable
-    infinite: torch.Tensor
-    adds_up: bool
 
 
 _grad_of = operator.attrgetter("grad")
