@@ -75,6 +75,7 @@ class Twins:
         options: its options.
         params_of: what an optimizer gets of a model.
         group: the process group.
+        with_module: whether ours is given its model as ``module``.
         ours: further arguments of ours.
     """
 
@@ -86,10 +87,13 @@ class Twins:
         *,
         params_of: Callable[[nn.Module], Iterable[Any]] = nn.Module.parameters,
         group: dist.ProcessGroup | None = None,
+        with_module: bool = False,
         **ours: Any,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.plain_model, self.model = make(), make()
+        if with_module:
+            ours = {"module": self.model, **ours}
         self.one = OneProcess(self.plain_model, self.world_size)
         self.plain = optimizer_class(params_of(self.plain_model), **options)
         self.sharded = ZeroRedundancyOptimizer(

@@ -1,7 +1,9 @@
 """``overlap_with_ddp=True`` over our own reduction: the results of the step after backward."""
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -219,6 +221,43 @@ def _passes_of_checkpointed(step: int) -> Passes:
     return passes
 
 
+class _CheckpointedInParts(nn.Module):
+    """On rank 1 a layer is used inside and outside of what is checkpointed, and lent to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.last.weight = self.inner[0].weight  # type: ignore[assignment] # mypy sees a Module's
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        y = checkpoint(self.inner, self.first(x), use_reentrant=True)
+        if rank == 1:
+            y = self.inner(self.first(y))
+        output: torch.Tensor = self.last(y)
+        return output
+
+
+def _shown_by_the_module() -> None:
+    with stepping():
+        twins = Twins(_CheckpointedInParts, with_module=True)
+        copy = deepcopy(twins.model)
+        twins.train(_passes_of_checkpointed, steps=4)
+        saved = io.BytesIO()
+        torch.save(twins.model, saved)
+        saved.seek(0)
+        for other in (copy, torch.load(saved, weights_only=False)):
+            other(torch.ones(2, 4), 1).sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_use_inside_and_outside_of_a_checkpoint_that_module_shows(
+    run: Run, world_size: int
+) -> None:
+    run(world_size, _shown_by_the_module)
+
+
 def _inside_and_outside() -> str:
     with stepping():
         twins = Twins(_Checkpointed)
@@ -248,6 +287,7 @@ def test_a_second_gradient_raises_on_every_rank(run: Run) -> None:
     for message in (first, second):
         assert "another gradient, from reentrant checkpointing" in message
         assert "use_reentrant=False" in message
+        assert "as module=" in message
         assert "parameter 0" in message or "parameter 1" in message
     assert first.startswith("PeerError")
 

@@ -428,8 +428,8 @@ class StepInBackward:
         return RuntimeError(
             f"parameter {index}, of shape {shape}, has been updated in this backward and now gets "
             "another gradient, from reentrant checkpointing of a part of the model; use "
-            "checkpoint(..., use_reentrant=False), or apply_optimizer_in_backward with module=, which "
-            "sees such a use in forward, and updates the parameter when backward ends"
+            "checkpoint(..., use_reentrant=False), or pass the model as module=, whose forward shows "
+            "such a use, so that the parameter is updated when backward ends"
         )
 
 

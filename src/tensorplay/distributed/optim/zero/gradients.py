@@ -21,8 +21,9 @@ from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
 from tensorplay.distributed.optim._core.partition import IN_PARTS
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.replication import replicate_
-from tensorplay.distributed.optim._core.step_schedule import Stage
+from tensorplay.distributed.optim._core.step_schedule import Stage, StepInBackward
 from tensorplay.distributed.optim._core.tagged_json import Json
+from tensorplay.distributed.optim.zero.checkpointed_uses import CheckpointedUses
 from tensorplay.distributed.optim.zero.flat_slices import in_memory_order
 from tensorplay.distributed.optim.zero.sharding_plan import (
     CAPACITY_BYTES,
@@ -236,7 +237,8 @@ class ReducedToOwners(GradientReducer):
     Args:
         communicator: carries them.
         agreement: settles each reduction.
-        module: whose buffers follow those of one rank, if given.
+        module: whose buffers follow those of one rank, if given. Where buckets are stepped while
+            backward goes on, its forward shows what must wait for the end.
         announce: refers to what is called before backward reduces, by ranks that have gradients.
         during_backward: whether buckets are sent while backward goes on; ``None`` to choose.
         stage: steps each bucket during backward; ``None`` to keep the averages for a step after it.
@@ -267,6 +269,7 @@ class ReducedToOwners(GradientReducer):
         )
         self._announce = announce
         self._module = module
+        self._checkpointed_uses: CheckpointedUses | None = None
         self._source = GroupRank(0)
         self.divides_by_world_size = True
 
@@ -312,6 +315,18 @@ class ReducedToOwners(GradientReducer):
         )
         replicate_(self._communicator, tensors, GroupRank(0), CAPACITY_BYTES)
         self.add(parameters, plan.specs, layouts)
+        if self._module is not None and self._steps_early() and self._checkpointed_uses is None:
+            self._checkpointed_uses = CheckpointedUses(self._module, WeakMethod(self._postpone))
+
+    def _steps_early(self) -> bool:
+        return isinstance(self._schedule, StepInBackward) and self._schedule.hears_ready
+
+    def _postpone(self, used: Sequence[torch.Tensor]) -> None:
+        assert isinstance(self._schedule, StepInBackward)  # noqa: S101 - narrows a type
+        among = set(used)
+        for index, parameter in enumerate(self.parameters):
+            if parameter in among:
+                self._schedule.postpone(index)
 
     def divide_among(self, active: Sequence[GroupRank]) -> None:
         """Notes which ranks have inputs: one of them has the buffers, and these may be the divisor."""

@@ -114,7 +114,10 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         module: the module that is trained, for ``shard_gradients=True`` or
             ``overlap_with_forward=True``. With the former its parameters and buffers
             are those of group rank 0 from the start, and its buffers (BatchNorm's statistics) again
-            after each backward, as under DDP.
+            after each backward, as under DDP. With ``overlap_with_ddp=True``, where buckets are
+            updated while backward goes on, its forward shows which parameters are used inside
+            reentrant checkpoints: these wait for the end of backward. Without it, one that is used
+            both inside and outside raises.
         overlap_with_backward: with ``shard_gradients=True``: whether gradients are sent while
             backward goes on, bucket by bucket, instead of when it has ended, and updated parameters
             while others are stepped. By default they are where parameters are on an accelerator; on
