@@ -101,6 +101,21 @@ class _Deferred:
             finish()
 
 
+class _DeferredExchange(_Deferred):
+    """Messages that arrive when they are awaited."""
+
+    def __init__(self, finish: Callable[[], None], parts: list[torch.Tensor]) -> None:
+        super().__init__(finish)
+        self._parts = parts
+
+    def parts(self) -> list[torch.Tensor]:
+        self.wait()
+        return list(self._parts)
+
+    def let_go(self) -> None:
+        pass
+
+
 class _DeferredMaximum:
     """Integers of all ranks, when they are awaited."""
 
@@ -212,7 +227,7 @@ class FakeCommunicator:
         self,
         outgoing: Sequence[tuple[GroupRank, torch.Tensor]],
         incoming: Sequence[tuple[GroupRank, torch.Tensor]],
-    ) -> _Deferred:
+    ) -> "_DeferredExchange":
         sends = [self.send(tensor, target) for target, tensor in outgoing]
         receives = [self.receive_(tensor, source) for source, tensor in incoming]
 
@@ -220,7 +235,7 @@ class FakeCommunicator:
             for waitable in (*receives, *sends):
                 waitable.wait()
 
-        return _Deferred(finish)
+        return _DeferredExchange(finish, [tensor for _, tensor in incoming])
 
     def all_reduce_(self, tensor: torch.Tensor, op: str) -> _Deferred:
         self._count("all_reduce_", tensor.nbytes)

@@ -28,6 +28,7 @@ HEADER = (
     "state MB",
     "sent MB",
     "sent / params",
+    "in memory MB",
     "collectives",
     "parameters",
 )
@@ -126,6 +127,7 @@ def _cells(row: Row, result: ModelResults) -> list[str]:
         f"{row.state_nbytes / 1e6:.1f}",
         "n/a" if sent is None else f"{sent / 1e6:.1f}",
         "n/a" if sent is None else f"{sent / size:.2f}",
+        f"{row.in_memory_nbytes / 1e6:.1f}",
         f"{row.num_collectives:g}",
         row.verdict,
     ]

@@ -44,6 +44,7 @@ class Row:
         ratio: to the reference, in the same process group.
         state_nbytes: largest over ranks.
         sent_nbytes: per step, mean over ranks; ``None`` where it can't be counted.
+        in_memory_nbytes: of it, through memory of the host.
         num_collectives: per step, largest over ranks.
         verdict: how the parameters compare with the reference's.
         agrees: whether that's what they should.
@@ -55,6 +56,7 @@ class Row:
     ratio: Ratio | None = None
     state_nbytes: int = 0
     sent_nbytes: float | None = None
+    in_memory_nbytes: float = 0
     num_collectives: float = 0
     verdict: str = ""
     agrees: bool = True
@@ -128,6 +130,7 @@ def _summarise(candidate: Candidate, groups: Sequence[Sequence[Measurement]]) ->
         ratio=Ratio.of(own.samples["total"], by_name[own.reference].samples["total"]),
         state_nbytes=max(own.state_nbytes),
         sent_nbytes=statistics.fmean(sent) if sent else None,
+        in_memory_nbytes=statistics.fmean(rank.in_memory_nbytes for rank in own.traffic),
         num_collectives=max(sum(rank.operations.values()) for rank in own.traffic),
         verdict=verdict,
         agrees=agrees,

@@ -1,7 +1,8 @@
 """Counts what really leaves a process: bytes by the kernel, operations by torch's profiler.
 
 Bytes are the payload that the kernel sent over this process's TCP connections (``TCP_INFO``), less
-what it sent twice; so they include what C++ code sends, and nothing of other processes. Operations
+what it sent twice; so they include what C++ code sends, and nothing of other processes. What goes
+through memory that ranks of a host share is counted apart, by those who write it. Operations
 are the dispatcher's ``c10d::*`` operators on all threads, which C++ code also goes through; a
 receive counts as part of its send.
 """
@@ -18,14 +19,18 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from tensorplay.distributed.optim._core.collectives import num_bytes_through_memory
+
 # Offsets in bytes in Linux's `struct tcp_info`, since Linux 4.19.
 _BYTES_SENT, _BYTES_RETRANSMITTED, _INFO_SIZE = 200, 208, 216
 _RECEIVES = frozenset({"c10d::recv_", "c10d::recv_any_source_"})
 
 HOW = (
-    "Sent: payload that the kernel sent over each process's own TCP connections (TCP_INFO) in steps "
-    "without timing, mean over ranks. Collectives: c10d operators that torch's profiler saw on all "
-    "threads in the same steps, largest over ranks; a send and its receive count once."
+    "Sent: payload that the kernel sent over each process's own TCP connections (TCP_INFO), and what "
+    "went through memory that the ranks of a host share, in steps without timing, mean over ranks; "
+    "in memory: the latter alone. Collectives: c10d operators that torch's profiler saw on all "
+    "threads in the same steps, largest over ranks; a send and its receive count once, and what "
+    "goes through memory not at all."
 )
 
 
@@ -35,10 +40,12 @@ class Traffic:
 
     Attributes:
         sent_nbytes: payload bytes; ``None`` where the kernel doesn't count them.
+        in_memory_nbytes: those of them that went through memory of the host.
         operations: how often each ``c10d`` operator was called.
     """
 
     sent_nbytes: float | None
+    in_memory_nbytes: float
     operations: dict[str, float]
 
 
@@ -52,13 +59,16 @@ def count_traffic(run: Callable[[], object], times: int) -> Traffic:
             for _ in range(times):
                 run()
 
+        written_before = num_bytes_through_memory()
         sent = _sent_while(run_all)
+        written = num_bytes_through_memory() - written_before
     # Not `profiler.events()`, which takes minutes to build its tree of a model of many tensors.
     names = (event.name() for event in profiler.profiler.kineto_results.events())
     calls = Counter(name for name in names if _is_counted(name))
     calls["c10d::barrier"] -= 2  # those of `_sent_while`
     return Traffic(
-        None if sent is None or empty is None else (sent - empty) / times,
+        None if sent is None or empty is None else (sent - empty + written) / times,
+        written / times,
         {name: number / times for name, number in sorted(calls.items()) if number},
     )
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.data_parallel.twins import Twins
 from tests.reference.data_parallel import make_parameters, squares
-from tests.zero.gradients.test_traffic import counting
+from tests.reference.traffic import counting
 
 Run = Callable[..., list[Any]]
 

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from tensorplay.distributed.optim import apply_optimizer_in_backward
 from tensorplay.distributed.optim.in_backward import group_gradients
 from tests.reference.data_parallel import make_parameters
+from tests.reference.traffic import counting
 from tests.zero.gradients.test_memory import few_objects
 from tests.zero.gradients.test_stepped_memory import CAPACITY, KINDS, least_peak
 from tests.zero.gradients.test_stepped_memory import _backward as backward
-from tests.zero.gradients.test_traffic import counting, make_mixed
+from tests.zero.gradients.test_traffic import make_mixed
 
 Run = Callable[..., list[Any]]
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}

@@ -1,16 +1,23 @@
 """Bytes, collectives and memory of an average, counted."""
 
+import os
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tensorplay.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from tensorplay.distributed.optim import PostLocalSGDOptimizer
+from tensorplay.distributed.optim._core.collectives import connect
+from tensorplay.distributed.optim._core.host_peers import VARIABLE
+from tensorplay.distributed.optim._core.works import Works
 from tensorplay.distributed.optim.local_sgd import averaging_plan
 from tests.launch import run_ranks
+from tests.reference.traffic import counting
 from tests.reference.training import set_gradients
 from tests.zero.test_memory import live_bytes
-from tests.zero.test_traffic import counting
 
 BUCKET = 40_000
 
@@ -23,49 +30,59 @@ def _parameters() -> list[nn.Parameter]:
     return [*large, *(nn.Parameter(torch.randn(37)) for _ in range(500))]
 
 
-def _traffic() -> dict[str, int]:
+def _traffic(in_memory: bool) -> dict[str, int]:
+    os.environ[VARIABLE] = str(int(in_memory))  # this process ends with the test
     parameters = _parameters()
     local = torch.optim.SGD(parameters, lr=0.1)
     optimizer = PostLocalSGDOptimizer(local, PeriodicModelAverager(4))
     counted = []
-    for step in range(5):
+    for step in range(9):  # in the first, ranks of a host meet
         set_gradients(parameters, step)
         with counting() as (calls, nbytes):
             optimizer.step()
         counted.append((dict(calls), dict(nbytes)))
     useful = sum(p.nbytes for p in parameters)
-    for calls, nbytes in (counted[0], counted[4]):
+    for calls, nbytes in (counted[4], counted[8]):
         parcels = -(-500 // (BUCKET // averaging_plan.NUM_SLOTS // (37 * 4)))
-        assert calls == {"all_reduce": 3 + parcels + 1}
-        assert nbytes["all_reduce"] == useful + 6 * 8  # and six integers
+        if in_memory:  # half of each parcel to its owner, and its average back
+            messages = 2 * (3 + parcels)
+            assert calls == {"all_reduce": 1, "isend": messages, "irecv": messages}
+            assert nbytes == {"all_reduce": 6 * 8, "isend": useful, "irecv": useful}
+        else:
+            assert calls == {"all_reduce": 3 + parcels + 1}
+            assert nbytes["all_reduce"] == useful + 6 * 8  # and six integers
     assert counted[1:4] == [({}, {})] * 3
-    return counted[0][1]
+    return counted[4][1]
 
 
-def test_each_byte_is_reduced_once_and_nothing_between_averages() -> None:
-    assert len(run_ranks(2, _traffic)) == 2
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_each_byte_is_reduced_once_and_nothing_between_averages(in_memory: bool) -> None:
+    assert len(run_ranks(2, _traffic, in_memory)) == 2
 
 
-def _memory() -> tuple[int, int]:
+def _memory(in_memory: bool) -> tuple[int, int]:
     """Bytes that are alive beside the parameters during an average, and after it."""
+    os.environ[VARIABLE] = str(int(in_memory))
     parameters = _parameters()
     averager = PeriodicModelAverager(2)
+    connect(None, "Test")  # the memory that ranks of a host share is there in any case
     before, most = live_bytes(), 0
-    original = dist.all_reduce
+    wait = Works.wait
 
-    def measured(*args: object, **kwargs: object) -> object:
+    def measured(self: Works) -> None:
         nonlocal most
         most = max(most, live_bytes())
-        return original(*args, **kwargs)  # type: ignore[arg-type] # the test passes what the types don't allow, or a wrapper
+        wait(self)
 
-    dist.all_reduce = measured  # type: ignore[assignment] # replaced for the measurement
-    averager.average_parameters(parameters)
-    dist.all_reduce = original
+    with mock.patch.object(Works, "wait", measured):
+        averager.average_parameters(parameters)
     return most - before, live_bytes() - before
 
 
-def test_one_bucket_is_alive_beside_the_parameters() -> None:
-    for during, after in run_ranks(2, _memory):
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_one_bucket_is_alive_beside_the_parameters(in_memory: bool) -> None:
+    # What another rank has sent stays in the memory of that one.
+    for during, after in run_ranks(2, _memory, in_memory):
         assert BUCKET // 2 <= during <= BUCKET + 1000
         assert after <= BUCKET + 1000
 

@@ -210,4 +210,4 @@ def _late() -> str:
 
 def test_a_rank_that_does_not_come_is_an_error_and_no_hang() -> None:
     message, _ = run_ranks(2, _late, collective_timeout_s=1.0)
-    assert "average_parameters (step 0): not every rank has come" in message
+    assert "PeriodicModelAverager: not every rank of the process group has come" in message

@@ -24,7 +24,7 @@ def live_bytes() -> int:
         kind = type(each)
         if not issubclass(kind, torch.Tensor) or issubclass(kind, PartialGradient):
             continue  # a partial gradient has no memory but that of its parts
-        if each.layout is torch.strided:
+        if each.layout is torch.strided and not each.is_meta:
             storage = each.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -1,44 +1,13 @@
 """Collectives and bytes of each public call, counted where ``torch.distributed`` is called."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from tensorplay.distributed.optim import ZeroRedundancyOptimizer
 from tests.launch import run_ranks
+from tests.reference.traffic import counting
 from tests.reference.training import set_gradients
-
-PAYLOAD_OF = dict.fromkeys(("broadcast", "all_reduce", "send", "recv", "isend", "irecv"), 0)
-
-
-@contextmanager
-def counting() -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Counts calls and payload bytes of this process by name of the collective."""
-    calls: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-    originals = {name: getattr(dist, name) for name in PAYLOAD_OF}
-
-    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[PAYLOAD_OF[name]]
-            calls[name] += 1
-            nbytes[name] += tensor.numel() * tensor.element_size()
-            return original(*args, **kwargs)
-
-        return call
-
-    for name, original in originals.items():
-        setattr(dist, name, counted(name, original))
-    try:
-        yield calls, nbytes
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def _small_parameters(resident: bool, count: int) -> tuple[dict[str, int], dict[str, int], int]:

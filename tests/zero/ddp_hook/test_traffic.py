@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import reduce_to_owners_hook
 from tensorplay.distributed.optim import ZeroRedundancyOptimizer
-from tests.zero.gradients.test_traffic import SCALAR_BYTES, counting
+from tests.reference.traffic import SCALAR_BYTES, counting
 from tests.zero.overlap.twins import backward
 
 Run = Callable[..., list[Any]]

@@ -11,10 +11,11 @@ from torch import nn
 
 from tensorplay.distributed.optim import ShardingReport, ZeroRedundancyOptimizer
 from tests.reference.data_parallel import Twins, make_parameters, square_loss, squares
+from tests.reference.traffic import counting
 from tests.reference.training import require_close
 from tests.zero.elements.ways import DURING, ELEMENTS, by_default
 from tests.zero.gradients.test_memory import CAPACITY, KINDS, few_objects, small_buckets
-from tests.zero.gradients.test_traffic import counting, make_mixed, one_step
+from tests.zero.gradients.test_traffic import make_mixed, one_step
 from tests.zero.test_memory import live_bytes
 
 Run = Callable[..., list[Any]]

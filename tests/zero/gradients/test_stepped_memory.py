@@ -14,8 +14,9 @@ from tensorplay.distributed.optim import ZeroRedundancyOptimizer
 from tensorplay.distributed.optim._core import step_schedule
 from tensorplay.distributed.optim.zero import sharding_plan
 from tests.reference.data_parallel import make_parameters, squares
+from tests.reference.traffic import counting
 from tests.zero.gradients.test_memory import few_objects, peak_at_communication
-from tests.zero.gradients.test_traffic import counting, make_mixed
+from tests.zero.gradients.test_traffic import make_mixed
 from tests.zero.test_memory import live_bytes
 
 Run = Callable[..., list[Any]]

@@ -1,48 +1,18 @@
 """Collectives and bytes of a training step with sharded gradients: those of plain DDP."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from tensorplay.distributed.optim.zero import sharding_plan
 from tests.reference.data_parallel import Twins, make_parameters, squares
+from tests.reference.traffic import SCALAR_BYTES, counting
 
 Run = Callable[..., list[Any]]
-
-VERBS = ("broadcast", "all_reduce", "all_gather", "send", "recv", "isend", "irecv")
-SCALAR_BYTES = 64
-"""All-reduces up to this size are agreements."""
-
-
-@contextmanager
-def counting() -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Calls and payload bytes of this process by name of the collective."""
-    calls: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-
-    def counted(name: str) -> Callable[..., Any]:
-        original = getattr(distributed_c10d, name)
-
-        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            payload = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
-            calls[name] += 1
-            nbytes[name] += payload.nbytes
-            return original(tensor, *args, **kwargs)
-
-        return call
-
-    with mock.patch.multiple(distributed_c10d, **{name: counted(name) for name in VERBS}):
-        patched = {name: getattr(distributed_c10d, name) for name in VERBS}
-        with mock.patch.multiple(dist, **patched):
-            yield calls, nbytes
 
 
 def make_mixed() -> nn.ParameterList:

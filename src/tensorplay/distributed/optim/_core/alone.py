@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from tensorplay.distributed.optim._core.collectives import PendingMaximum, Waitable
+from tensorplay.distributed.optim._core.collectives import Exchange, PendingMaximum, Waitable
 from tensorplay.distributed.optim._core.ranks import GlobalRank, GroupMembers, GroupRank
 
 
@@ -16,6 +16,17 @@ class Done:
 
     def wait(self) -> None:
         """Returns at once."""
+
+
+class _NothingExchanged(Done):
+    """Messages from and to nobody."""
+
+    def parts(self) -> list[torch.Tensor]:
+        """There are none."""
+        return []
+
+    def let_go(self) -> None:
+        """There is nothing."""
 
 
 class _Known:
@@ -66,9 +77,9 @@ class Alone:
         self,
         outgoing: Sequence[tuple[GroupRank, torch.Tensor]],
         incoming: Sequence[tuple[GroupRank, torch.Tensor]],
-    ) -> Waitable:
+    ) -> Exchange:
         """With nobody."""
-        return Done()
+        return _NothingExchanged()
 
     def all_reduce_(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> Waitable:
         """It is its own sum and maximum."""

@@ -6,6 +6,8 @@ Note [Strategies]
     bytes, and it takes uneven slices. Broadcasts are as fast inside a host; but only two run at a
     time, and where their slices go the same way, half of a link is idle. On NCCL an even all-gather
     is one kernel, in place. So the verb chooses by backend and by the cuts; callers see no difference.
+    What is large goes through memory between ranks of one host, on gloo, which would take sockets:
+    ``host_memory.py``.
 
 Note [Control group]
     Agreements are a few integers that the host must read. On a group without a CPU backend they
@@ -16,6 +18,7 @@ otherwise. Payloads that aren't reduced travel as bytes, so that every dtype wor
 """
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, Protocol
@@ -23,17 +26,34 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from tensorplay.distributed.optim._core.host_average import AverageThroughMemory
+from tensorplay.distributed.optim._core.host_messages import HostMessages, Incoming
+from tensorplay.distributed.optim._core.host_peers import HostPeers, meet
 from tensorplay.distributed.optim._core.ranks import GroupMembers, GroupRank
+from tensorplay.distributed.optim._core.works import (
+    CommunicationError,
+    Launched,
+    Waitable,
+    Works,
+)
+
+__all__ = [
+    "CommunicationError",
+    "Communicator",
+    "Exchange",
+    "GroupCommunicator",
+    "PendingMaximum",
+    "Waitable",
+    "connect",
+    "start_all_reduce_",
+]
 
 # The name that torch gave the same collective in 2.13, or the older one, which 2.13 deprecates.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Waitable(Protocol):
-    """Something that has been launched and can be awaited."""
-
-    def wait(self) -> None:
-        """Returns once the result may be read; raises if it failed."""
+MOST_ALL_TO_ALL = 16
+"""Ranks of a host that reduce small tensors by sending them to each other."""
 
 
 class Communicator(Protocol):
@@ -53,6 +73,8 @@ class Communicator(Protocol):
     def average_(self, flat: torch.Tensor, contributors: Sequence[GroupRank]) -> Waitable:
         """Gives every rank the mean of the contributors' ``flat``, in place.
 
+        It must be awaited, on every rank, in the order of launch.
+
         Args:
             flat: ``(numel,)`` real floating-point numbers, as many on every rank.
             contributors: whose values count, at least one; the same on every rank.
@@ -68,8 +90,12 @@ class Communicator(Protocol):
         self,
         outgoing: Sequence[tuple[GroupRank, torch.Tensor]],
         incoming: Sequence[tuple[GroupRank, torch.Tensor]],
-    ) -> Waitable:
-        """Sends contiguous tensors to some ranks while it receives into others from some ranks."""
+    ) -> "Exchange":
+        """Sends contiguous tensors to some ranks while it receives into others from some ranks.
+
+        Each message should be a tensor object of its own, unless several ranks get the same. One
+        that is received on the device "meta" may be anywhere; look at it through :meth:`Exchange.parts`.
+        """
 
     def all_reduce_(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> Waitable:
         """Replaces a small contiguous tensor by the sum or the maximum over ranks."""
@@ -90,6 +116,20 @@ class Communicator(Protocol):
         """Every rank's payload by group rank, of any lengths; blocks the host."""
 
 
+class Exchange(Waitable, Protocol):
+    """Messages under way. Await them by :meth:`wait`, or by :meth:`parts` and :meth:`let_go`."""
+
+    def parts(self) -> list[torch.Tensor]:
+        """Waits; what has come, in the order in which it was asked for.
+
+        It is where it was to be received, or still in memory of its sender. Where each message went
+        to one rank only, it may be written to. Valid until :meth:`let_go`.
+        """
+
+    def let_go(self) -> None:
+        """Nobody looks at the parts any more. To be called soon: senders need the memory."""
+
+
 class PendingMaximum(Protocol):
     """Integers under way."""
 
@@ -97,48 +137,10 @@ class PendingMaximum(Protocol):
         """Blocks the host until they are there."""
 
 
-class CommunicationError(RuntimeError):
-    """The backend failed or timed out; the message says what was under way, and with whom."""
-
-
-class Works:
-    """Several launched operations, awaited together.
-
-    Args:
-        works: the operations, each with words for what it does, for instance "from rank 1".
-    """
-
-    def __init__(self, works: Sequence[tuple[dist.Work, str]]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Awaits all of them, in the order of launch.
-
-        Raises:
-            CommunicationError: at the first that fails, naming it and the others that haven't
-                succeeded either.
-        """
-        for position, (work, what) in enumerate(self._works):
-            error = _failure(work)
-            if error is not None:
-                later = self._works[position + 1 :]
-                others = [also for work, also in later if not work.is_completed() or _failure(work)]
-                missing = f" (neither has come what is {', '.join(others)})" if others else ""
-                raise CommunicationError(f"{what}: {error}{missing}") from error
-
-
-def _failure(work: dist.Work) -> RuntimeError | None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        return error
-    return None
-
-
 class GroupCommunicator:
     """The verbs over a ``torch.distributed`` process group, of which this rank is a member.
 
-    Construction is collective where the group has no CPU backend (Note [Control group]).
+    Construction is collective.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -147,6 +149,7 @@ class GroupCommunicator:
         self._backends = dist.distributed_c10d.BackendConfig(
             dist.Backend(dist.get_backend_config(process_group))
         ).get_device_backend_map()
+        self._on_host: HostMessages | None = None
         self._control_group = (
             process_group
             if "cpu" in self._backends
@@ -157,6 +160,29 @@ class GroupCommunicator:
                 sort_ranks=False,  # the companion's group ranks are the group's own
             )
         )
+        peers = self._host_peers()
+        self._on_host = (
+            None if peers is None else HostMessages(peers, self.members, _Messages(self))
+        )
+
+    def _host_peers(self) -> HostPeers | None:
+        if self._backends.get("cpu") != "gloo" or self.members.world_size == 1:
+            return None
+        group = self.process_group
+        if group not in _met:
+            timeout = group._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001 - torch has no public name for it
+            try:
+                _met[group] = meet(
+                    self.members,
+                    self.all_gather_bytes,
+                    lambda value: self.max_([value]).wait()[0],
+                    timeout.total_seconds(),
+                )
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"not every rank of the process group has come to use it: {error}"
+                ) from error
+        return _met[group]
 
     def can_send(self, device: torch.device) -> bool:
         """Whether the group has a backend for ``device``."""
@@ -183,7 +209,7 @@ class GroupCommunicator:
             start, end = extents[self.members.group_rank]
             whole, own = payload[: cuts[-1] * scale], payload[start:end]
             work = _all_gather(whole, own, group=self.process_group, async_op=True)
-            return Works([(work, "from all ranks")])
+            return Works([Launched(work, "from all ranks")])
         if self._backends[flat.device.type] == "gloo":
             stretches = [
                 (GroupRank(r), payload[slice(*extent)]) for r, extent in enumerate(extents)
@@ -195,7 +221,7 @@ class GroupCommunicator:
             )
         return Works(
             [
-                (
+                Launched(
                     dist.broadcast(
                         payload[start:end],
                         self.members.to_global(GroupRank(owner)),
@@ -213,6 +239,9 @@ class GroupCommunicator:
 
     def average_(self, flat: torch.Tensor, contributors: Sequence[GroupRank]) -> Waitable:
         """See :class:`Communicator`."""
+        messages = self._on_host
+        if messages is not None and messages.reach_all() and flat.device.type == "cpu":
+            return AverageThroughMemory(self, flat, contributors)
         everyone = len(contributors) == self.members.world_size
         if everyone and self._backends[flat.device.type] == "nccl":
             op, divisor = dist.ReduceOp.AVG, 1
@@ -239,7 +268,7 @@ class GroupCommunicator:
         self,
         outgoing: Sequence[tuple[GroupRank, torch.Tensor]],
         incoming: Sequence[tuple[GroupRank, torch.Tensor]],
-    ) -> Waitable:
+    ) -> "Exchange":
         """See :class:`Communicator`; NCCL wants sends and receives in one group, or it may hang."""
         return self._exchange(outgoing, incoming)
 
@@ -247,7 +276,34 @@ class GroupCommunicator:
         self,
         outgoing: Sequence[tuple[GroupRank, torch.Tensor]],
         incoming: Sequence[tuple[GroupRank, torch.Tensor]],
-    ) -> Works:
+    ) -> "_Exchange":
+        messages = self._on_host
+        if messages is None:
+            return _Exchange(self._launch(outgoing, incoming), [part for _, part in incoming], {})
+        launched: list[Launched] = []
+        through: dict[int, Incoming] = {}
+        for place, (source, part) in enumerate(incoming):
+            if messages.carry(part, source):
+                through[place] = messages.receive(_as_bytes(part), source)
+                launched += through[place].launched
+            else:
+                launched += self._launch([], [(source, part)])
+        readers: dict[int, list[GroupRank]] = {}
+        for target, part in outgoing:
+            if messages.carry(part, target):
+                readers.setdefault(id(part), []).append(target)
+            else:
+                launched += self._launch([(target, part)], [])
+        for _, part in outgoing:
+            if targets := readers.pop(id(part), None):
+                launched += messages.send(_as_bytes(part), targets)
+        return _Exchange(launched, [part for _, part in incoming], through)
+
+    def _launch(
+        self,
+        outgoing: Sequence[tuple[GroupRank, torch.Tensor]],
+        incoming: Sequence[tuple[GroupRank, torch.Tensor]],
+    ) -> list[Launched]:
         members = self.members
         operations = [
             (dist.irecv, tensor, source, f"from {members.name(source)}")
@@ -264,17 +320,26 @@ class GroupCommunicator:
             works = dist.batch_isend_irecv(
                 [dist.P2POp(verb, part, peer, self.process_group) for verb, part, peer, _ in batch]
             )
-            return Works([(work, "to and from its peers") for work in works])
+            return [Launched(work, "to and from its peers") for work in works]
         launched = [
             (verb(part, peer, self.process_group), what) for verb, part, peer, what in batch
         ]
-        return Works([(work, what) for work, what in launched if work is not None])
+        return [Launched(work, what) for work, what in launched if work is not None]
 
     def all_reduce_(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> Waitable:
         """See :class:`Communicator`."""
+        if (messages := self._reducing(tensor)) is not None:
+            return messages.all_reduce_(tensor, op)
         operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
         work = dist.all_reduce(tensor, operation, group=self.process_group, async_op=True)
         return _launched(work, "to and from all ranks")
+
+    def _reducing(self, tensor: torch.Tensor) -> HostMessages | None:
+        """What reduces a small tensor, if not the backend."""
+        messages = self._on_host
+        if messages is None or self.members.world_size > MOST_ALL_TO_ALL:
+            return None
+        return messages if messages.reach_all() and tensor.device.type == "cpu" else None
 
     def send_bytes(self, payload: bytes, target: GroupRank) -> None:
         """See :class:`Communicator`."""
@@ -296,6 +361,8 @@ class GroupCommunicator:
     def max_(self, values: list[int]) -> PendingMaximum:
         """See :class:`Communicator`."""
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+        if (messages := self._reducing(tensor)) is not None:
+            return _Maximum(messages.all_reduce_(tensor, "max"), tensor)
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._control_group, async_op=True)
         return _Maximum(work, tensor)
 
@@ -310,10 +377,72 @@ class GroupCommunicator:
         return [message[8:][: int.from_bytes(message[:8], "little")] for message in messages]
 
 
+_met: "weakref.WeakKeyDictionary[dist.ProcessGroup, HostPeers | None]" = weakref.WeakKeyDictionary()
+"""The ways to ranks of this host, by group."""
+
+
+def num_bytes_through_memory() -> int:
+    """How much this process has sent to ranks of its host through memory, for all groups together."""
+    return sum(peers.memory.num_written_bytes for peers in _met.values() if peers is not None)
+
+
+class _Messages:
+    """Point-to-point messages of a group; a ``Transport`` of ``host_messages.py``."""
+
+    def __init__(self, communicator: GroupCommunicator) -> None:
+        self._group = communicator.process_group
+        self._members = communicator.members
+
+    def isend(self, payload: torch.Tensor, target: GroupRank, tag: int) -> dist.Work:
+        work = dist.isend(payload, self._members.to_global(target), self._group, tag)
+        assert work is not None  # noqa: S101 - narrows a type; this rank is a member
+        return work
+
+    def irecv(self, memory: torch.Tensor, source: GroupRank, tag: int) -> dist.Work:
+        work = dist.irecv(memory, self._members.to_global(source), self._group, tag)
+        assert work is not None  # noqa: S101 - likewise
+        return work
+
+
+class _Exchange:
+    """See :class:`Exchange`.
+
+    Args:
+        launched: all operations.
+        parts: where each incoming message is received.
+        through: those among them that come through memory, by place.
+    """
+
+    def __init__(
+        self, launched: list[Launched], parts: list[torch.Tensor], through: dict[int, Incoming]
+    ) -> None:
+        self._works = Works(launched)
+        self._parts = parts
+        self._through = through
+
+    def wait(self) -> None:
+        self._works.wait()
+
+    def parts(self) -> list[torch.Tensor]:
+        for incoming in self._through.values():
+            incoming.let_stay()
+        self._works.wait()
+        return [
+            self._through[place].look().view(part.dtype).view(part.shape)
+            if place in self._through
+            else part
+            for place, part in enumerate(self._parts)
+        ]
+
+    def let_go(self) -> None:
+        for incoming in self._through.values():
+            incoming.let_go()
+
+
 class _Maximum:
     """Integers in a tensor, when the work is done."""
 
-    def __init__(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
+    def __init__(self, work: dist.Work | Waitable | None, tensor: torch.Tensor) -> None:
         self._work = work
         self._tensor = tensor
 
@@ -365,7 +494,10 @@ def connect(process_group: dist.ProcessGroup | None, user: str) -> GroupCommunic
             f"global rank {dist.get_rank()} is not a member of the process_group given to {user}; "
             "construct it on the members only"
         )
-    return GroupCommunicator(group)
+    try:
+        return GroupCommunicator(group)
+    except CommunicationError as error:
+        raise CommunicationError(f"{user}: {error}") from error
 
 
 def start_all_reduce_(
@@ -379,7 +511,7 @@ def start_all_reduce_(
 
 
 def _launched(work: dist.Work | None, what: str) -> Works:
-    return Works([(work, what)] if work is not None else [])
+    return Works([Launched(work, what)] if work is not None else [])
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -560,19 +560,13 @@ class GradientReducer:
                 )
                 flat = lent[: num_lent * size].view(payload.dtype)
                 parts = iter(torch.split(flat, end - start))
-            contributions = [
-                local[start:end]
-                if rank == members.group_rank
-                else destination
-                if rank == first_peer and destination is not None
-                else next(parts)
-                for rank in members
-                if start < end
-            ]
             incoming = [
-                (rank, part)
-                for rank, part in zip(members, contributions, strict=False)
-                if rank != members.group_rank
+                (
+                    rank,
+                    destination if rank == first_peer and destination is not None else next(parts),
+                )
+                for rank in members
+                if rank != members.group_rank and start < end
             ]
             yield Transfer(
                 bucket,
@@ -580,7 +574,7 @@ class GradientReducer:
                 local,
                 payload,
                 destination,
-                contributions,
+                local[start:end] if start < end else None,
                 lent,
                 result,
                 max(sum(lengths), num_peers * max(lengths)) * layout.dtype.itemsize,
@@ -602,21 +596,23 @@ class GradientReducer:
         """See :class:`Reductions`."""
         layout = transfer.bucket.layout
         try:
-            transfer.exchange.wait()
+            contributions = transfer.exchange.parts()
         except CommunicationError as error:
             raise CommunicationError(
                 f"reducing gradients failed in the bucket that holds {len(layout.slots)} parameters "
                 f"(the first is number {layout.slots[0].parameter}), {error}"
             ) from error
         finite = None
-        if transfer.contributions and transfer.destination is not None:
+        if transfer.own_part is not None and transfer.destination is not None:
+            contributions.insert(self._communicator.members.group_rank, transfer.own_part)
             finite = average_(
                 transfer.destination,
-                transfer.contributions,
+                contributions,
                 self.divisor,
                 tell_finiteness=self._tells_finiteness,
             )
-        transfer.contributions.clear()
+        transfer.own_part = None
+        transfer.exchange.let_go()
         if transfer.lent is not None:
             self._receive_memory.take_back(transfer.lent)
         return finite

@@ -358,7 +358,6 @@ class StepInBackward:
     def _finish_oldest(self) -> None:
         number, transfer, usage = self._sent.popleft()
         self._reductions.finish(transfer)
-        transfer.contributions.clear()
         if not transfer.is_last:
             return
         slots = transfer.bucket.layout.slots

@@ -10,6 +10,7 @@ import torch
 
 from tensorplay.distributed.optim._core.collectives import (
     Communicator,
+    Exchange,
     PendingMaximum,
     Waitable,
 )
@@ -125,14 +126,39 @@ class StepTimes:
 class _Timed(Generic[_Result]):
     def __init__(self, wait: Callable[[], _Result], times: StepTimes) -> None:
         self._wait = wait
+        self._measured = _Measured(times)
+
+    def wait(self) -> _Result:
+        return self._measured.wait(self._wait)
+
+
+class _TimedExchange:
+    def __init__(self, exchange: Exchange, times: StepTimes) -> None:
+        self._exchange = exchange
+        self._measured = _Measured(times)
+
+    def wait(self) -> None:
+        self._measured.wait(self._exchange.wait)
+
+    def parts(self) -> list[torch.Tensor]:
+        return self._measured.wait(self._exchange.parts)
+
+    def let_go(self) -> None:
+        self._exchange.let_go()
+
+
+class _Measured:
+    """Something under way, and how long the first wait for it takes."""
+
+    def __init__(self, times: StepTimes) -> None:
         self._times: StepTimes | None = times
         times.launched()
 
-    def wait(self) -> _Result:
+    def wait(self, wait: Callable[[], _Result]) -> _Result:
         times, self._times = self._times, None
         since = time.perf_counter()
         try:
-            return self._wait()
+            return wait()
         finally:
             if times is not None:
                 times.waited(since)
@@ -198,9 +224,10 @@ class TimedCommunicator:
         self,
         outgoing: Sequence[tuple[GroupRank, torch.Tensor]],
         incoming: Sequence[tuple[GroupRank, torch.Tensor]],
-    ) -> Waitable:
+    ) -> Exchange:
         """See :class:`Communicator`."""
-        return self._timed(self._communicator.exchange(outgoing, incoming))
+        exchange = self._communicator.exchange(outgoing, incoming)
+        return _TimedExchange(exchange, self._times) if self._times.is_on else exchange
 
     def all_reduce_(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> Waitable:
         """See :class:`Communicator`."""

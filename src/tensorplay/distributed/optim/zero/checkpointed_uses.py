@@ -51,7 +51,7 @@ class _Hook:
         self._uses = uses
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
-        uses = self._uses and self._uses()
+        uses = None if self._uses is None else self._uses()
         if uses is not None:
             uses.enter(module)
 

@@ -33,6 +33,7 @@ from tensorplay.distributed.optim._core.backward_pass import BackwardPass, call_
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
 from tensorplay.distributed.optim._core.collectives import (
     CommunicationError,
+    Exchange,
     GroupCommunicator,
     Waitable,
     start_all_reduce_,
@@ -56,20 +57,20 @@ class _Exchange:
     Attributes:
         bucket: ``(numel,)``, of DDP.
         work: the sends and receives.
-        own: this rank's messages: where each belongs, and all ranks' contributions in rank order.
+        own: where each message that this rank averages belongs, and its own part of it.
         sent: keeps what is being sent.
         done: the bucket's, if this is its last round.
     """
 
     bucket: torch.Tensor
-    work: Waitable
-    own: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+    work: Exchange
+    own: list[tuple[list[torch.Tensor], torch.Tensor]]
     sent: list[torch.Tensor]
     done: Future | None
 
     @property
-    def received_nbytes(self) -> int:
-        return sum(part.nbytes for _, parts in self.own for part in parts)
+    def averaged_nbytes(self) -> int:
+        return sum(local.nbytes for _, local in self.own)
 
 
 class ReducedInHooks(AveragedElsewhere):
@@ -196,21 +197,17 @@ class ReducedInHooks(AveragedElsewhere):
         for number, messages in enumerate(plan.rounds):
             outgoing: list[tuple[GroupRank, torch.Tensor]] = []
             incoming: list[tuple[GroupRank, torch.Tensor]] = []
-            own: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+            own: list[tuple[list[torch.Tensor], torch.Tensor]] = []
             for message in messages:
                 places = plan.pieces_of(message, pieces)
                 local = places[0] if len(places) == 1 else torch.cat(places)
                 if message.owner != members.group_rank:
                     outgoing.append((message.owner, local))
                     continue
-                contributions = [
-                    local if rank == members.group_rank else torch.empty_like(local)
-                    for rank in members
-                ]
-                own.append((places, contributions))
+                own.append((places, local))
                 incoming.extend(
-                    (rank, part)
-                    for rank, part in zip(members, contributions, strict=True)
+                    (rank, torch.empty_like(local))
+                    for rank in members
                     if rank != members.group_rank
                 )
             work = self._communicator.exchange(outgoing, incoming)
@@ -254,25 +251,29 @@ class ReducedInHooks(AveragedElsewhere):
 
     def _finish(self, nbytes: int) -> None:
         """Waits for rounds, oldest first, until what the others receive is no more than that."""
-        under_way = sum(exchange.received_nbytes for exchange in self._exchanges)
+        members = self._communicator.members
+        under_way = sum(each.averaged_nbytes * members.world_size for each in self._exchanges)
         while self._exchanges and (under_way > nbytes or not nbytes):
             exchange = self._exchanges.popleft()
-            under_way -= exchange.received_nbytes
+            under_way -= exchange.averaged_nbytes * members.world_size
             try:
-                exchange.work.wait()
+                parts = iter(exchange.work.parts())
             except CommunicationError as error:
                 raise CommunicationError(
                     f"reducing the gradients of a bucket of DistributedDataParallel failed, {error}"
                 ) from error
-            for places, contributions in exchange.own:
-                local = contributions[self._communicator.members.group_rank]
-                finite = average_(local, contributions, self._communicator.members.world_size)
+            for places, local in exchange.own:
+                contributions = [
+                    local if rank == members.group_rank else next(parts) for rank in members
+                ]
+                finite = average_(local, contributions, members.world_size)
                 if finite is not None:
                     self._finite.append(finite)
                 if len(places) > 1:
                     torch._foreach_copy_(
                         places, local.split_with_sizes([p.numel() for p in places])
                     )
+            exchange.work.let_go()
             if exchange.done is not None:
                 exchange.done.set_result(exchange.bucket)
 

@@ -8,6 +8,8 @@ that packing one overlaps with sending the other.
 """
 
 import functools
+import itertools
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +29,9 @@ from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim.zero.step_stages import plan_stages
 
 NUM_STAGING_BUFFERS = 2
+
+UNDER_WAY_BYTES = 32 * 1024 * 1024
+"""Of buckets that are gathered at a time, if they are smaller."""
 
 
 class ParameterBucket(Protocol):
@@ -240,17 +245,20 @@ class ParameterBuckets:
     def gather(self, communicator: Communicator, *, trainable: bool) -> None:
         """Gathers the buckets that were trainable, or frozen, when they were planned.
 
-        All are launched, as far as there are staging buffers, then all awaited.
+        Several are under way at a time.
 
         Raises:
             CommunicationError: if the backend fails or times out, naming bucket and rank.
         """
-        launched = [
-            (number, self.launch(number, communicator))
-            for stage in self.stages(trainable)
-            for number in stage
-        ]
-        self.finish_all(launched)
+        under_way: deque[tuple[int, Waitable]] = deque()
+        nbytes = 0
+        for number in itertools.chain.from_iterable(self.stages(trainable)):
+            nbytes += self.buckets[number].layout.nbytes
+            while under_way and nbytes > UNDER_WAY_BYTES:
+                nbytes -= self.buckets[under_way[0][0]].layout.nbytes
+                self.finish(*under_way.popleft())
+            under_way.append((number, self.launch(number, communicator)))
+        self.finish_all(under_way)
 
     def finish_all(self, launched: Iterable[tuple[int, Waitable]]) -> None:
         """Waits until the parameters of several buckets are there."""

@@ -1,0 +1,86 @@
+"""Tickets between two ranks: in order, in time, and told when the other has gone."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from tensorplay.distributed.optim._core.host_links import Links
+from tensorplay.distributed.optim._core.ranks import GlobalRank, GroupMembers, GroupRank
+
+ZERO, ONE = GroupRank(0), GroupRank(1)
+
+
+def make(timeout_s: float = 5.0) -> tuple[Links, Links]:
+    sockets = socket.socketpair()
+    ranks = (GlobalRank(4), GlobalRank(6))
+    first, second = (
+        Links(GroupMembers(ranks, own), {peer: each}, timeout_s)
+        for own, peer, each in ((ZERO, ONE, sockets[0]), (ONE, ZERO, sockets[1]))
+    )
+    return first, second
+
+
+def test_tickets_come_in_the_order_in_which_they_are_expected() -> None:
+    first, second = make()
+    for number in range(5):
+        first.send(ONE, (number, -number, 1))
+    numbers = [second.expect(ZERO) for _ in range(5)]
+    assert [second.take(ZERO, n) for n in reversed(numbers)] == [
+        (n, -n, 1) for n in range(4, -1, -1)
+    ]
+
+
+def test_whether_one_has_come() -> None:
+    first, second = make()
+    number = second.expect(ZERO)
+    assert not second.has_come(ZERO, number)
+    first.send(ONE, (1, 2, 3))
+    assert second.has_come(ZERO, number)
+    assert second.take(ZERO, number) == (1, 2, 3)
+
+
+def test_a_ticket_that_does_not_come_times_out_and_names_the_rank() -> None:
+    _, second = make(timeout_s=0.05)
+    since = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"Timed out waiting 50ms .* rank 0 \(global rank 4\)"):
+        second.take(ZERO, second.expect(ZERO))
+    assert time.monotonic() - since < 3
+
+
+def test_a_rank_that_is_gone_is_named_at_once_but_what_it_had_sent_counts() -> None:
+    first, second = make(timeout_s=60)
+    first.send(ONE, (3, 4, 5))
+    first.close()
+    early, late = second.expect(ZERO), second.expect(ZERO)
+    assert second.take(ZERO, early) == (3, 4, 5)
+    with pytest.raises(RuntimeError, match=r"rank 0 \(global rank 4\) has ended"):
+        second.take(ZERO, late)
+    for _ in range(1000):
+        second.send(ZERO, (0, 0, 0))  # nobody reads, nobody is told here
+
+
+def test_a_rank_that_goes_while_another_waits_wakes_it() -> None:
+    first, second = make(timeout_s=60)
+    threading.Timer(0.05, first.close).start()
+    with pytest.raises(RuntimeError, match="has ended"):
+        second.take(ZERO, second.expect(ZERO))
+
+
+def test_both_may_send_more_than_fits() -> None:
+    links, count = make(), 20_000
+    results: list[list[tuple[int, int, int]]] = [[], []]
+
+    def talk(own: int, peer: GroupRank) -> None:
+        for number in range(count):
+            links[own].send(peer, (number, own, 9))
+        expected = [links[own].expect(peer) for _ in range(count)]
+        results[own] = [links[own].take(peer, number) for number in expected]
+
+    threads = [threading.Thread(target=talk, args=each) for each in ((0, ONE), (1, ZERO))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert results == [[(number, other, 9) for number in range(count)] for other in (1, 0)]
