@@ -48,7 +48,7 @@ format: $(STAMP)  ## format the code and apply ruff's safe fixes
 bench: $(STAMP) $(BENCH_STAMP)  ## compare a training step with the peers'; ARGS="--help" lists all benchmarks
 	$(BIN)/python -m benchmarks $(or $(ARGS),step)
 
-bench-engines: $(STAMP)  ## install DeepSpeed, so that `make bench` compares with it too
+bench-engines: $(STAMP)  ## install DeepSpeed and Megatron-core, so that `make bench` compares with them too
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check setuptools wheel
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--no-build-isolation -r requirements/bench-engines.txt

@@ -1,4 +1,4 @@
-"""Times a training step under DDP, torch's and fairscale's sharded optimizers, and ours."""
+"""Times a training step under DDP, torch's and other libraries' sharded optimizers, and ours."""
 
 import argparse
 import json

@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,9 @@ class Candidate:
         if self.needs is None:
             return None
         try:
-            importlib.import_module(self.needs)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Megatron-core says what else it could use
+                importlib.import_module(self.needs)
         except Exception as error:  # noqa: BLE001 - a broken peer is as good as none
             return f"{type(error).__name__}: {error}"
         return None
@@ -262,6 +265,33 @@ def _deepspeed(stage: int) -> Callable[[nn.Module], Trainer]:
         return DeepSpeedEngine(engine, zero, zero.optimizer)
 
     return build
+
+
+class MegatronTrainer(Trainer):
+    """Megatron-core's training step, which clips inside the optimizer's."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Computes gradients into Megatron's flat buffer, then reduces them to their owners."""
+        super().backward(loss)
+        self.module.finish_grad_sync()  # type: ignore[operator] # Megatron's wrapper has it
+
+    def clip_(self, max_norm: float) -> None:
+        """Lets the next step clip."""
+        self.optimizer.config.clip_grad = max_norm  # type: ignore[attr-defined] # Megatron's own
+
+    def step_(self) -> None:
+        """Clips, updates, gathers, and zeroes the buffer, which it keeps."""
+        self.optimizer.step()
+        self.module.zero_grad_buffer()  # type: ignore[operator] # Megatron's wrapper has it
+        self.optimizer.zero_grad()
+
+
+def _megatron(module: nn.Module) -> Trainer:
+    """See :mod:`benchmarks.step.megatron_on_cpu` for what was adapted."""
+    from benchmarks.step.megatron_on_cpu import distribute
+
+    distributed, optimizer = distribute(module, ADAMW)
+    return MegatronTrainer(distributed, optimizer, optimizer.optimizer)
 
 
 def _tensorplay_zero(*, bucket_view: bool) -> Callable[[nn.Module], Trainer]:
@@ -466,6 +496,15 @@ CANDIDATES = {
                 needs="deepspeed",
             )
             for stage in (1, 2)
+        ),
+        Candidate(
+            "megatron",
+            "Megatron-core",
+            "Megatron",
+            _megatron,
+            is_exact=False,
+            tolerance=NORM_TOLERANCE,  # adds up the norm of a tensor that ranks share in parts
+            needs="megatron.core",
         ),
         Candidate("zero", "tensorplay ZeRO", "tensorplay", _tensorplay_zero(bucket_view=False)),
         Candidate(

@@ -16,6 +16,7 @@ COLOURS = {
     "torch": "#E69F00",
     "fairscale": "#56B4E9",
     "DeepSpeed": "#D55E00",
+    "Megatron": "#0072B2",
     "tensorplay": "#009E73",
 }
 OTHER_COLOUR = "#CC79A7"

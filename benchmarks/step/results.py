@@ -16,7 +16,7 @@ from benchmarks.step.candidates import Candidate
 from benchmarks.step.measurement import MAX_NORM, PHASES, Measurement, judge
 from benchmarks.step.models import MODELS
 
-PACKAGES = ("tensorplay", "torch", "numpy", "fairscale", "deepspeed")
+PACKAGES = ("tensorplay", "torch", "numpy", "fairscale", "deepspeed", "megatron-core")
 
 
 @dataclass(frozen=True)
