@@ -22,9 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tensorplay.distributed.optim._core.host_peers import VARIABLE
+
 COLLECTIVE_TIMEOUT_S = 30.0
 GRACE_AFTER_FIRST_FAILURE_S = 3.0
 POOL_GRACE_AFTER_FIRST_FAILURE_S = 0.3
+POOLS_WITHOUT_MEMORY = frozenset({3})
+"""World sizes whose pooled ranks share no memory, as if each were on a host of its own."""
 
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo: the first optimizer built in a process imports it, which takes seconds.
@@ -210,6 +214,8 @@ def _rank_main(
 
 
 def _pooled_rank_main(rank: int, world_size: int, scratch: str, connection: Connection) -> None:
+    if world_size in POOLS_WITHOUT_MEMORY:
+        os.environ[VARIABLE] = "0"
     joined = _attempt(_join_group, (rank, world_size, scratch, COLLECTIVE_TIMEOUT_S))
     with contextlib.suppress(BrokenPipeError, EOFError, ConnectionResetError):
         while True:
