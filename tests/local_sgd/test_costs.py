@@ -1,6 +1,7 @@
 """Bytes, collectives and memory of an average, counted."""
 
 import os
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +11,9 @@ from torch import nn
 
 from tensorplay.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from tensorplay.distributed.optim import PostLocalSGDOptimizer
+from tensorplay.distributed.optim._core import host_average
 from tensorplay.distributed.optim._core.collectives import connect
+from tensorplay.distributed.optim._core.host_memory import HostMemory
 from tensorplay.distributed.optim._core.host_peers import VARIABLE
 from tensorplay.distributed.optim._core.works import Works
 from tensorplay.distributed.optim.local_sgd import averaging_plan
@@ -28,6 +31,35 @@ def _parameters() -> list[nn.Parameter]:
     torch.manual_seed(dist.get_rank())
     large = [nn.Parameter(torch.randn(50_000)) for _ in range(3)]
     return [*large, *(nn.Parameter(torch.randn(37)) for _ in range(500))]
+
+
+def _shared() -> int:
+    """The most that a rank's messages occupy at a time while it averages."""
+    parameters = _parameters()
+    averager = PeriodicModelAverager(2)
+    messages = connect(None, "Test")._on_host
+    assert messages is not None
+    memory, most = messages._memory, 0
+    write = HostMemory.write
+
+    def measured(self: HostMemory, *arguments: Any) -> Any:
+        nonlocal most
+        written = write(self, *arguments)
+        most = max(most, sum(block.end - block.offset for block in memory._in_use))
+        return written
+
+    with (
+        mock.patch.object(HostMemory, "write", measured),
+        mock.patch.object(host_average, "PIECE_BYTES", BUCKET // 4),
+    ):
+        averager.average_parameters(parameters)
+    memory._drop_read()
+    return most
+
+
+def test_messages_occupy_no_more_than_a_bucket() -> None:
+    for most in run_ranks(2, _shared):
+        assert 0 < most <= BUCKET
 
 
 def _traffic(in_memory: bool) -> dict[str, int]:

@@ -57,7 +57,7 @@ class AverageThroughMemory:
     def __init__(self, verbs: Verbs, flat: torch.Tensor, contributors: Sequence[GroupRank]) -> None:
         self._verbs = verbs
         self._contributors = contributors
-        longest = PIECE_BYTES // flat.element_size() * verbs.members.world_size
+        longest = PIECE_BYTES // flat.element_size()
         self._chunks = deque(torch.split(flat, longest))
         self._summing: deque[tuple[torch.Tensor, list[int], Parts]] = deque()
         self._gathering: deque[Waitable] = deque()

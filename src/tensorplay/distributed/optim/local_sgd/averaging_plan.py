@@ -109,6 +109,11 @@ def fits_slot(parcel: Parcel) -> bool:
     return parcel.nbytes <= _slot_bytes()
 
 
+def fit_bucket(parcels: Sequence[Parcel]) -> bool:
+    """Whether they may be under way together: others may have to keep as much for them."""
+    return sum(parcel.nbytes for parcel in parcels) <= BUCKET_BYTES
+
+
 def _slot_bytes() -> int:
     return BUCKET_BYTES // NUM_SLOTS
 

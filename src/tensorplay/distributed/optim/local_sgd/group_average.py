@@ -24,7 +24,7 @@ from tensorplay.distributed.optim.local_sgd.averaged_tensors import (
     AveragedTensors,
     PlacedParcel,
 )
-from tensorplay.distributed.optim.local_sgd.averaging_plan import NUM_SLOTS
+from tensorplay.distributed.optim.local_sgd.averaging_plan import fit_bucket
 
 EXACT_WORLD_SIZES = (1, 2, 4)
 """Numbers of ranks whose mean of equal float32 numbers is that number, bit for bit."""
@@ -172,9 +172,9 @@ def _must_wait(parcel: PlacedParcel, under_way: Sequence[_UnderWay]) -> bool:
     """Whether something that is under way must have come before a parcel may be packed."""
     if parcel.plan.alone or under_way[-1].parcel.plan.alone:
         return True
-    return len(under_way) >= NUM_SLOTS or (
-        parcel.slot is not None and any(one.parcel.slot is parcel.slot for one in under_way)
-    )
+    if not fit_bucket([parcel.plan, *(one.parcel.plan for one in under_way)]):
+        return True
+    return parcel.slot is not None and any(one.parcel.slot is parcel.slot for one in under_way)
 
 
 def _refuse_what_cannot_be_averaged(
