@@ -231,6 +231,31 @@ def test_sockets_go_with_the_group() -> None:
     assert all(number < 0 for number in run_ranks(2, _leaves_nothing_open))
 
 
+# In which order ranks wait
+
+
+def _gather_in_any_order() -> list[float]:
+    """Where nothing finds room, rank 0 awaits while the other waits for it, and in another order."""
+    rank = dist.get_rank()
+    with small(arena_bytes=0) as communicator:
+        unordered = communicator.awaited_in_any_order()
+        flats = [torch.full((2, 1000), number + rank * 10.0) for number in range(3)]
+        launched = [
+            unordered.gather_from_owners(flat.view(-1), [0, 1000, 2000]) for flat in flats
+        ]
+        if rank == 0:
+            launched.pop().wait()
+        dist.barrier()
+        for each in launched if rank else reversed(launched):
+            each.wait()
+        _gather(communicator)
+    return [value for flat in flats for value in flat[:, 0].tolist()]
+
+
+def test_who_waits_when_may_be_left_to_each_rank() -> None:
+    assert run_ranks(2, _gather_in_any_order) == [[0, 10, 1, 11, 2, 12]] * 2
+
+
 # Failures
 
 
