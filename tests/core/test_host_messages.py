@@ -240,9 +240,7 @@ def _gather_in_any_order() -> list[float]:
     with small(arena_bytes=0) as communicator:
         unordered = communicator.awaited_in_any_order()
         flats = [torch.full((2, 1000), number + rank * 10.0) for number in range(3)]
-        launched = [
-            unordered.gather_from_owners(flat.view(-1), [0, 1000, 2000]) for flat in flats
-        ]
+        launched = [unordered.gather_from_owners(flat.view(-1), [0, 1000, 2000]) for flat in flats]
         if rank == 0:
             launched.pop().wait()
         dist.barrier()
@@ -254,6 +252,25 @@ def _gather_in_any_order() -> list[float]:
 
 def test_who_waits_when_may_be_left_to_each_rank() -> None:
     assert run_ranks(2, _gather_in_any_order) == [[0, 10, 1, 11, 2, 12]] * 2
+
+
+def _two_on_one_group() -> tuple[float, float]:
+    """What two communicators receive that share memory, and find no room there."""
+    peer = GroupRank(1 - dist.get_rank())
+    with small(arena_bytes=0) as first:
+        second = connect(first.process_group, "Test")
+        places = [torch.zeros(1000), torch.zeros(1000)]
+        launched = [
+            each.exchange([(peer, torch.full((1000,), value))], [(peer, place)])
+            for each, value, place in zip((first, second), (1.0, 2.0), places, strict=True)
+        ]
+        for each in reversed(launched):
+            each.wait()
+    return places[0][0].item(), places[1][0].item()
+
+
+def test_two_on_one_group_get_what_is_theirs() -> None:
+    assert run_ranks(2, _two_on_one_group) == [(1.0, 2.0)] * 2
 
 
 # Failures

@@ -4,7 +4,6 @@ What finds no room in memory is sent by the backend, after its ticket. It is ask
 been read, perhaps later than what was sent after it, and so has a tag of its own.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -20,8 +19,6 @@ PIECE_BYTES = 4 * 1024 * 1024
 """What is larger is sent in pieces, so that one is read while the next is written."""
 
 _NO_ROOM = -1
-_FIRST_TAG = 1 << 20
-_NUM_TAGS = 1 << 20
 
 
 class Transport(Protocol):
@@ -44,10 +41,9 @@ class HostMessages:
     """
 
     def __init__(self, peers: HostPeers, members: GroupMembers, transport: Transport) -> None:
-        self._memory, self._links = peers
+        self._memory, self._links, self._tags = peers
         self._members = members
         self._transport = transport
-        self._tags = itertools.cycle(range(_FIRST_TAG, _FIRST_TAG + _NUM_TAGS))
 
     def carry(self, payload: torch.Tensor, peer: GroupRank) -> bool:
         """Whether such a message goes this way: the same on both sides."""
