@@ -1,5 +1,6 @@
 """Large messages between ranks of this host: any size and dtype, any order, and no room left."""
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -271,6 +272,52 @@ def _two_on_one_group() -> tuple[float, float]:
 
 def test_two_on_one_group_get_what_is_theirs() -> None:
     assert run_ranks(2, _two_on_one_group) == [(1.0, 2.0)] * 2
+
+
+# What is left behind
+
+
+def _abandons() -> tuple[int, int]:
+    """Blocks in use after messages that nobody awaited, and whether later ones are right."""
+    with small() as communicator:
+        peer = GroupRank(1 - dist.get_rank())
+        for _ in range(20):
+            communicator.max_([1, 2])
+            communicator.exchange([(peer, values(0, 3000))], [(peer, torch.zeros(3000))])
+        gc.collect()
+        dist.barrier()
+        communicator.max_([3]).wait()  # reads the announcements
+        communicator.max_([3]).wait()  # drops what nobody waits for
+        dist.barrier()
+        _gather(communicator)
+        dist.barrier()
+        messages = messages_of(communicator)
+        messages._memory._drop_read()
+        return len(messages._memory._in_use), len(messages._links._come[peer])
+
+
+def test_what_nobody_awaits_gives_its_memory_back() -> None:
+    assert run_ranks(2, _abandons) == [(0, 0)] * 2
+
+
+def _leaves_to_the_garbage_collector() -> list[str]:
+    with small() as communicator:
+        gc.collect()
+        gc.disable()
+        _gather(communicator)
+        _exchange(communicator, looks=True)
+        communicator.max_([1]).wait()
+        gc.enable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        left = [type(each).__name__ for each in gc.garbage]
+        gc.garbage.clear()
+        return [name for name in left if name in {"Incoming", "_Piece", "Tensor"}]
+
+
+def test_what_is_awaited_needs_no_garbage_collector() -> None:
+    assert run_ranks(2, _leaves_to_the_garbage_collector) == [[], []]
 
 
 # Failures

@@ -96,6 +96,10 @@ class Links:
                 )
         return come.pop(number)
 
+    def drop(self, source: GroupRank, number: int) -> tuple[int, int, int] | None:
+        """A message for which nobody will wait, if it has come. Neither waits nor reads."""
+        return self._come[source].pop(number, None)
+
     def _wait(
         self, sources: Iterable[GroupRank], targets: Iterable[GroupRank], deadline: float
     ) -> bool:
