@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -84,3 +85,34 @@ def test_both_may_send_more_than_fits() -> None:
     for thread in threads:
         thread.join(timeout=30)
     assert results == [[(number, other, 9) for number in range(count)] for other in (1, 0)]
+
+
+def make_three(timeout_s: float) -> list[Links]:
+    pairs = {pair: socket.socketpair() for pair in ((0, 1), (0, 2), (1, 2))}
+    ranks = tuple(GlobalRank(each) for each in range(3))
+    return [
+        Links(
+            GroupMembers(ranks, GroupRank(own)),
+            {
+                GroupRank(sum(pair) - own): ends[own != min(pair)]
+                for pair, ends in pairs.items()
+                if own in pair
+            },
+            timeout_s,
+        )
+        for own in range(3)
+    ]
+
+
+def test_who_waits_to_send_is_not_kept_awake_by_a_rank_that_is_gone() -> None:
+    first, second, third = make_three(timeout_s=0.2)
+    third.close()
+    with mock.patch.object(Links, "_wait", autospec=True, side_effect=Links._wait) as wait:
+        for _ in range(20_000):  # more than fits, and nobody reads
+            first.send(ONE, (0, 0, 0))
+            if wait.called:
+                break
+    assert 0 < wait.call_count < 10
+    with pytest.raises(RuntimeError, match="rank 2 has ended"):
+        first.take(GroupRank(2), first.expect(GroupRank(2)))
+    assert second.take(ZERO, second.expect(ZERO)) == (0, 0, 0)

@@ -1,5 +1,6 @@
 """Large messages between ranks of this host: any size and dtype, any order, and no room left."""
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -229,6 +230,94 @@ def _leaves_nothing_open() -> int:
 
 def test_sockets_go_with_the_group() -> None:
     assert all(number < 0 for number in run_ranks(2, _leaves_nothing_open))
+
+
+# In which order ranks wait
+
+
+def _gather_in_any_order() -> list[float]:
+    """Where nothing finds room, rank 0 awaits while the other waits for it, and in another order."""
+    rank = dist.get_rank()
+    with small(arena_bytes=0) as communicator:
+        unordered = communicator.awaited_in_any_order()
+        flats = [torch.full((2, 1000), number + rank * 10.0) for number in range(3)]
+        launched = [unordered.gather_from_owners(flat.view(-1), [0, 1000, 2000]) for flat in flats]
+        if rank == 0:
+            launched.pop().wait()
+        dist.barrier()
+        for each in launched if rank else reversed(launched):
+            each.wait()
+        _gather(communicator)
+    return [value for flat in flats for value in flat[:, 0].tolist()]
+
+
+def test_who_waits_when_may_be_left_to_each_rank() -> None:
+    assert run_ranks(2, _gather_in_any_order) == [[0, 10, 1, 11, 2, 12]] * 2
+
+
+def _two_on_one_group() -> tuple[float, float]:
+    """What two communicators receive that share memory, and find no room there."""
+    peer = GroupRank(1 - dist.get_rank())
+    with small(arena_bytes=0) as first:
+        second = connect(first.process_group, "Test")
+        places = [torch.zeros(1000), torch.zeros(1000)]
+        launched = [
+            each.exchange([(peer, torch.full((1000,), value))], [(peer, place)])
+            for each, value, place in zip((first, second), (1.0, 2.0), places, strict=True)
+        ]
+        for each in reversed(launched):
+            each.wait()
+    return places[0][0].item(), places[1][0].item()
+
+
+def test_two_on_one_group_get_what_is_theirs() -> None:
+    assert run_ranks(2, _two_on_one_group) == [(1.0, 2.0)] * 2
+
+
+# What is left behind
+
+
+def _abandons() -> tuple[int, int]:
+    """Blocks in use after messages that nobody awaited, and whether later ones are right."""
+    with small() as communicator:
+        peer = GroupRank(1 - dist.get_rank())
+        for _ in range(20):
+            communicator.max_([1, 2])
+            communicator.exchange([(peer, values(0, 3000))], [(peer, torch.zeros(3000))])
+        gc.collect()
+        dist.barrier()
+        communicator.max_([3]).wait()  # reads the announcements
+        communicator.max_([3]).wait()  # drops what nobody waits for
+        dist.barrier()
+        _gather(communicator)
+        dist.barrier()
+        messages = messages_of(communicator)
+        messages._memory._drop_read()
+        return len(messages._memory._in_use), len(messages._links._come[peer])
+
+
+def test_what_nobody_awaits_gives_its_memory_back() -> None:
+    assert run_ranks(2, _abandons) == [(0, 0)] * 2
+
+
+def _leaves_to_the_garbage_collector() -> list[str]:
+    with small() as communicator:
+        gc.collect()
+        gc.disable()
+        _gather(communicator)
+        _exchange(communicator, looks=True)
+        communicator.max_([1]).wait()
+        gc.enable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        left = [type(each).__name__ for each in gc.garbage]
+        gc.garbage.clear()
+        return [name for name in left if name in {"Incoming", "_Piece", "Tensor"}]
+
+
+def test_what_is_awaited_needs_no_garbage_collector() -> None:
+    assert run_ranks(2, _leaves_to_the_garbage_collector) == [[], []]
 
 
 # Failures

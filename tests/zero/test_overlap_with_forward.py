@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+from tensorplay.distributed.optim._core import host_memory
 from tensorplay.distributed.optim._core.collectives import GroupCommunicator, Waitable
 from tensorplay.distributed.optim.zero import sharding_plan
 
@@ -330,6 +331,35 @@ class _Failing(torch.optim.SGD):
         super().step(closure)
         if dist.get_rank() == 1:
             raise ArithmeticError("on purpose")
+
+
+def _evaluates_on_rank_0() -> None:
+    """While the other rank waits for it, and without room in memory that they share."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    options: dict[str, Any] = {"parameters_as_bucket_view": True, "overlap_with_forward": True}
+    with (
+        mock.patch.object(host_memory, "ARENA_BYTES", 0),
+        mock.patch.object(sharding_plan, "CAPACITY_BYTES", 64),
+    ):
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.SGD,
+            process_group=dist.new_group(),
+            module=model,
+            lr=0.1,
+            shard_gradients=True,
+            **options,
+        )
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            if dist.get_rank() == 0:
+                model(torch.ones(2, 8))
+            dist.barrier()
+
+
+def test_one_rank_may_evaluate_while_the_others_wait(run: Run) -> None:
+    run(2, _evaluates_on_rank_0)
 
 
 def _failing_step() -> str:

@@ -13,10 +13,18 @@ Note [Control group]
     Agreements are a few integers that the host must read. On a group without a CPU backend they
     would wait for the device's queue, so such a group gets a gloo companion of the same members.
 
+Note [Order of waiting]
+    A backend receives as soon as a receive is launched. What finds no room in shared memory is
+    received when it is awaited, and its sender waits for that: ranks must await such exchanges in
+    the same order, with nothing in between that waits for other ranks. Where a user's program decides
+    who waits when, for instance one rank evaluates while the others wait for it, it is the backend
+    that carries everything.
+
 Every method here must be called by all ranks of the group, in the same order, unless it says
 otherwise. Payloads that aren't reduced travel as bytes, so that every dtype works everywhere.
 """
 
+import copy
 import ctypes
 import weakref
 from collections.abc import Sequence
@@ -115,6 +123,12 @@ class Communicator(Protocol):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload by group rank, of any lengths; blocks the host."""
 
+    def awaited_in_any_order(self) -> "Communicator":
+        """The same verbs, where no rank's waiting depends on whether another waits yet, or for what.
+
+        See Note [Order of waiting]. No communication.
+        """
+
 
 class Exchange(Waitable, Protocol):
     """Messages under way. Await them by :meth:`wait`, or by :meth:`parts` and :meth:`let_go`."""
@@ -199,6 +213,12 @@ class GroupCommunicator:
         device_type = next(iter(self._backends))
         index = torch.get_device_module(device_type).current_device()
         return torch.device(device_type, index)
+
+    def awaited_in_any_order(self) -> "GroupCommunicator":
+        """See :class:`Communicator`."""
+        backend_only = copy.copy(self)
+        backend_only._on_host = None  # noqa: SLF001 - its own class
+        return backend_only
 
     def gather_from_owners(self, flat: torch.Tensor, cuts: Sequence[int]) -> Waitable:
         """See :class:`Communicator`; Note [Strategies] says how."""

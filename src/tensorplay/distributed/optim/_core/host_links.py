@@ -38,6 +38,8 @@ class Links:
         self._num_expected: defaultdict[GroupRank, int] = defaultdict(int)
         self._unfinished: defaultdict[GroupRank, bytes] = defaultdict(bytes)
         self._come: defaultdict[GroupRank, dict[int, tuple[int, int, int]]] = defaultdict(dict)
+        self._ended: set[GroupRank] = set()
+        """From which nothing more can come; a wait for them would return at once."""
         for each in sockets.values():
             each.setblocking(False)
         self.close = weakref.finalize(self, _close, list(sockets.values()))
@@ -52,7 +54,8 @@ class Links:
             while message:
                 message = message[self._send_some(target, message) :]
                 # It may have too many to read. So may we: who reads while he waits stops nobody.
-                if message and not self._wait(self._sockets, [target], deadline):
+                reading = self.ranks - self._ended
+                if message and not self._wait(reading, [target], deadline):
                     return
 
     def _send_some(self, target: GroupRank, message: memoryview) -> int:
@@ -93,6 +96,10 @@ class Links:
                 )
         return come.pop(number)
 
+    def drop(self, source: GroupRank, number: int) -> tuple[int, int, int] | None:
+        """A message for which nobody will wait, if it has come. Neither waits nor reads."""
+        return self._come[source].pop(number, None)
+
     def _wait(
         self, sources: Iterable[GroupRank], targets: Iterable[GroupRank], deadline: float
     ) -> bool:
@@ -103,7 +110,10 @@ class Links:
             poll.register(descriptor, select.POLLIN)
         for target in targets:
             poll.register(self._sockets[target].fileno(), select.POLLIN | select.POLLOUT)
-        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            return False
+        ready = poll.poll(remaining_s * 1000)
         for descriptor, events in ready:
             if events & select.POLLIN and descriptor in by_descriptor:
                 self._read(by_descriptor[descriptor])
@@ -116,8 +126,9 @@ class Links:
         except BlockingIOError:
             return True
         except OSError:
-            return False
+            received = b""
         if not received:
+            self._ended.add(source)
             return False
         stream = self._unfinished[source] + received
         end = len(stream) - len(stream) % _TICKET.size

@@ -4,7 +4,7 @@ What finds no room in memory is sent by the backend, after its ticket. It is ask
 been read, perhaps later than what was sent after it, and so has a tag of its own.
 """
 
-import itertools
+from collections import deque
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -20,8 +20,6 @@ PIECE_BYTES = 4 * 1024 * 1024
 """What is larger is sent in pieces, so that one is read while the next is written."""
 
 _NO_ROOM = -1
-_FIRST_TAG = 1 << 20
-_NUM_TAGS = 1 << 20
 
 
 class Transport(Protocol):
@@ -44,10 +42,10 @@ class HostMessages:
     """
 
     def __init__(self, peers: HostPeers, members: GroupMembers, transport: Transport) -> None:
-        self._memory, self._links = peers
+        self._memory, self._links, self._tags = peers
+        self._abandoned: deque[tuple[GroupRank, int]] = deque()
         self._members = members
         self._transport = transport
-        self._tags = itertools.cycle(range(_FIRST_TAG, _FIRST_TAG + _NUM_TAGS))
 
     def carry(self, payload: torch.Tensor, peer: GroupRank) -> bool:
         """Whether such a message goes this way: the same on both sides."""
@@ -66,6 +64,7 @@ class HostMessages:
         return self._send(payload, targets)
 
     def _send(self, payload: torch.Tensor, targets: Sequence[GroupRank]) -> list[Launched]:
+        self._drop_abandoned()
         launched: list[Launched] = []
         for piece in torch.split(payload, PIECE_BYTES):
             ticket = self._memory.write(piece, targets)
@@ -104,6 +103,7 @@ class HostMessages:
         """Waits for a ticket; where its message is, in ``target`` if there was no room for it."""
         ticket = Ticket(*self._links.take(source, number))
         if ticket.nbytes != target.numel():
+            self._drop(source, ticket)
             raise RuntimeError(
                 f"{ticket.nbytes} bytes have come where {target.numel()} were expected: the ranks "
                 "have called different things, or the same in different order"
@@ -118,6 +118,23 @@ class HostMessages:
     def let_go(self, source: GroupRank, ticket: Ticket) -> None:
         """A message has been read."""
         self._memory.mark_as_read(source, ticket)
+
+    def abandon(self, source: GroupRank, number: int) -> None:
+        """Nobody will wait for that message: its memory is given back when it has come."""
+        self._abandoned.append((source, number))
+
+    def _drop_abandoned(self) -> None:
+        for _ in range(len(self._abandoned)):
+            source, number = self._abandoned.popleft()
+            ticket = self._links.drop(source, number)
+            if ticket is None:
+                self._abandoned.append((source, number))
+            else:
+                self._drop(source, Ticket(*ticket))
+
+    def _drop(self, source: GroupRank, ticket: Ticket) -> None:
+        if ticket.offset != _NO_ROOM:
+            self.let_go(source, ticket)
 
     def name(self, source: GroupRank) -> str:
         """How errors call it."""
@@ -169,6 +186,10 @@ class Incoming:
     def has_come(self, number: int) -> bool:
         """Whether that ticket is there."""
         return self._messages.has_come(self._source, number)
+
+    def abandon(self, number: int) -> None:
+        """Nobody will wait for that piece."""
+        self._messages.abandon(self._source, number)
 
     def take(self, piece: torch.Tensor, number: int) -> None:
         """Waits for a piece."""
@@ -231,15 +252,19 @@ class _Piece:
     """A piece under way, which can be awaited as the backend's operations can."""
 
     def __init__(self, incoming: Incoming, piece: torch.Tensor) -> None:
-        self._incoming = incoming
+        # Dropped when it is here: it holds this, and nobody should need a garbage collector.
+        self._incoming: Incoming | None = incoming
         self._piece = piece
         self._number = incoming.expect()
-        self._is_here = False
 
     def wait(self) -> None:
-        if not self._is_here:
+        if self._incoming is not None:
             self._incoming.take(self._piece, self._number)
-            self._is_here = True
+            self._incoming = None
 
     def is_completed(self) -> bool:
-        return self._is_here or self._incoming.has_come(self._number)
+        return self._incoming is None or self._incoming.has_come(self._number)
+
+    def __del__(self) -> None:
+        if self._incoming is not None:
+            self._incoming.abandon(self._number)

@@ -6,6 +6,7 @@ Note [Who is on a host]
     sockets have no name in any file system, and go with the processes.
 """
 
+import itertools
 import json
 import mmap
 import os
@@ -24,6 +25,8 @@ VARIABLE = "TENSORPLAY_SHARED_MEMORY"
 """If the environment sets it to 0, this rank shares no memory."""
 
 _MEETING_S = 60
+_FIRST_TAG = 1 << 20
+_NUM_TAGS = 1 << 20
 _RANK = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")
 
@@ -33,6 +36,8 @@ class HostPeers(NamedTuple):
 
     memory: HostMemory
     links: Links
+    tags: Iterator[int]
+    """Of what finds no room: one for each message, whoever sends it on the group."""
 
 
 def meet(
@@ -79,7 +84,8 @@ def meet(
                 each.close()
             return None
         memory = HostMemory(members, own.memory, others)
-        return HostPeers(memory, Links(members, sockets, timeout_s))
+        tags = itertools.cycle(range(_FIRST_TAG, _FIRST_TAG + _NUM_TAGS))
+        return HostPeers(memory, Links(members, sockets, timeout_s), tags)
 
 
 class _Offer(NamedTuple):

@@ -252,3 +252,7 @@ class TimedCommunicator:
         """See :class:`Communicator`."""
         with self._blocking():
             return self._communicator.all_gather_bytes(payload)
+
+    def awaited_in_any_order(self) -> "TimedCommunicator":
+        """See :class:`Communicator`."""
+        return TimedCommunicator(self._communicator.awaited_in_any_order(), self._times)

@@ -67,6 +67,7 @@ class ForwardGather:
         numbers = self._buckets.numbers(trainable=True)
         if frozen:
             numbers += self._buckets.numbers(trainable=False)
+        communicator = communicator.awaited_in_any_order()  # it is the user's forward that waits
         for number in reversed(numbers):
             self._pending[number] = self._buckets.launch(number, communicator)
         known = {p for module in self._hooked for p in _own_parameters(module)}
