@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from tensorplay.distributed.optim._core.host_links import Links
+from tensorplay.distributed.optim._core.host_links import Channel, Links
 from tensorplay.distributed.optim._core.ranks import GlobalRank, GroupMembers, GroupRank
 
 ZERO, ONE = GroupRank(0), GroupRank(1)
@@ -31,6 +31,17 @@ def test_tickets_come_in_the_order_in_which_they_are_expected() -> None:
     assert [second.take(ZERO, n) for n in reversed(numbers)] == [
         (n, -n, 1) for n in range(4, -1, -1)
     ]
+
+
+def test_channels_do_not_mix() -> None:
+    first, second = make()
+    for number in range(3):
+        first.send(ONE, (number, 0, 1), Channel.REDUCTIONS)
+        first.send(ONE, (number, 1, 1))
+    numbers = [second.expect(ZERO) for _ in range(3)]
+    reductions = [second.expect(ZERO, Channel.REDUCTIONS) for _ in range(3)]
+    assert [second.take(ZERO, number)[1] for number in numbers] == [1] * 3
+    assert [second.take(ZERO, number) for number in reductions] == [(n, 0, 1) for n in range(3)]
 
 
 def test_whether_one_has_come() -> None:

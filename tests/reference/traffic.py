@@ -26,6 +26,8 @@ def counting() -> Iterator[tuple[Counter[str], Counter[str]]]:
     calls: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
 
+    under_way: set[str] = set()
+
     def count(name: str, payload: torch.Tensor, times: int = 1) -> None:
         calls[name] += times
         nbytes[name] += payload.nbytes * times
@@ -34,8 +36,14 @@ def counting() -> Iterator[tuple[Counter[str], Counter[str]]]:
         original = getattr(distributed_c10d, name)
 
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if under_way:  # torch's send calls its isend
+                return original(tensor, *args, **kwargs)
             count(name, tensor if isinstance(tensor, torch.Tensor) else tensor[0])
-            return original(tensor, *args, **kwargs)
+            under_way.add(name)
+            try:
+                return original(tensor, *args, **kwargs)
+            finally:
+                under_way.clear()
 
         return call
 

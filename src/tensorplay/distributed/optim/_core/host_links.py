@@ -4,18 +4,31 @@ A message of a few bytes takes the backend's sockets fractions of a millisecond;
 microseconds. When a rank's process ends, its links end too, and whoever waits for it is told.
 """
 
+import enum
+import itertools
 import select
 import socket
 import struct
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from tensorplay.distributed.optim._core.ranks import GroupMembers, GroupRank
 
 _TICKET = struct.Struct("<qqqq")
+
+
+class Channel(enum.IntEnum):
+    """Messages of one channel are numbered by themselves: order matters inside it only."""
+
+    MESSAGES = 0
+    REDUCTIONS = 1
+
+    def number(self, place: int) -> int:
+        """A number that no other message has."""
+        return place * len(Channel) + self
 
 
 class Links:
@@ -34,8 +47,9 @@ class Links:
         self._members = members
         self._sockets = sockets
         self._timeout_s = timeout_s
-        self._num_sent: defaultdict[GroupRank, int] = defaultdict(int)
-        self._num_expected: defaultdict[GroupRank, int] = defaultdict(int)
+        self._sent: defaultdict[tuple[GroupRank, Channel], Iterator[int]]
+        self._expected: defaultdict[tuple[GroupRank, Channel], Iterator[int]]
+        self._sent, self._expected = defaultdict(itertools.count), defaultdict(itertools.count)
         self._unfinished: defaultdict[GroupRank, bytes] = defaultdict(bytes)
         self._come: defaultdict[GroupRank, dict[int, tuple[int, int, int]]] = defaultdict(dict)
         self._ended: set[GroupRank] = set()
@@ -45,10 +59,12 @@ class Links:
         self.close = weakref.finalize(self, _close, list(sockets.values()))
         """Others that wait for this rank are told."""
 
-    def send(self, target: GroupRank, ticket: tuple[int, int, int]) -> None:
+    def send(
+        self, target: GroupRank, ticket: tuple[int, int, int], channel: Channel = Channel.MESSAGES
+    ) -> None:
         """Sends three integers; what has gone wrong shows when ``target`` is waited for."""
-        message = memoryview(_TICKET.pack(self._num_sent[target], *ticket))
-        self._num_sent[target] += 1
+        number = channel.number(next(self._sent[target, channel]))
+        message = memoryview(_TICKET.pack(number, *ticket))
         deadline = time.monotonic() + self._timeout_s
         with suppress(ConnectionError):
             while message:
@@ -64,11 +80,9 @@ class Links:
         except BlockingIOError:
             return 0
 
-    def expect(self, source: GroupRank) -> int:
+    def expect(self, source: GroupRank, channel: Channel = Channel.MESSAGES) -> int:
         """The number of the next message from ``source`` that nobody else expects."""
-        number = self._num_expected[source]
-        self._num_expected[source] += 1
-        return number
+        return channel.number(next(self._expected[source, channel]))
 
     def has_come(self, source: GroupRank, number: int) -> bool:
         """Whether a message is there. Doesn't wait."""

@@ -1,6 +1,7 @@
 """Messages between the ranks of a host: written to memory, and announced through a link.
 
-What finds no room in memory is sent by the backend, after its ticket. It is asked for when that has
+Reductions and other messages are apart, as they are on a backend: ranks may launch one of each in
+either order. What finds no room in memory is sent by the backend, after its ticket. It is asked for when that has
 been read, perhaps later than what was sent after it, and so has a tag of its own.
 """
 
@@ -11,6 +12,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from tensorplay.distributed.optim._core.host_links import Channel
 from tensorplay.distributed.optim._core.host_memory import Ticket
 from tensorplay.distributed.optim._core.host_peers import HostPeers
 from tensorplay.distributed.optim._core.ranks import GroupMembers, GroupRank
@@ -61,16 +63,18 @@ class HostMessages:
 
     def send(self, payload: torch.Tensor, targets: Sequence[GroupRank]) -> list[Launched]:
         """Sends the same ``(nbytes,)`` bytes to several ranks; returns what is still to be awaited."""
-        return self._send(payload, targets)
+        return self._send(payload, targets, Channel.MESSAGES)
 
-    def _send(self, payload: torch.Tensor, targets: Sequence[GroupRank]) -> list[Launched]:
+    def _send(
+        self, payload: torch.Tensor, targets: Sequence[GroupRank], channel: Channel
+    ) -> list[Launched]:
         self._drop_abandoned()
         launched: list[Launched] = []
         for piece in torch.split(payload, PIECE_BYTES):
             ticket = self._memory.write(piece, targets)
             for target in targets:
                 announced = ticket or Ticket(_NO_ROOM, next(self._tags), piece.numel())
-                self._links.send(target, announced)
+                self._links.send(target, announced, channel)
                 if ticket is None:
                     work = self._transport.isend(piece, target, announced.block)
                     launched.append(Launched(work, f"to {self._members.name(target)}"))
@@ -78,20 +82,22 @@ class HostMessages:
 
     def receive(self, target: torch.Tensor, source: GroupRank) -> "Incoming":
         """Begins to receive ``(nbytes,)`` bytes; on the device "meta": to wherever there is memory."""
-        return Incoming(self, target, source)
+        return Incoming(self, target, source, Channel.MESSAGES)
 
     def all_reduce_(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> "SmallReduction":
         """Begins to reduce a small tensor over all ranks, which must be reached; in rank order."""
         payload = tensor.view(-1).view(torch.uint8)
         peers = [rank for rank in self._members if rank != self._members.group_rank]
-        incoming = [Incoming(self, torch.empty_like(payload), peer) for peer in peers]
-        return SmallReduction(tensor, op, incoming, self._send(payload, peers), self._members)
+        channel = Channel.REDUCTIONS
+        incoming = [Incoming(self, torch.empty_like(payload), peer, channel) for peer in peers]
+        sent = self._send(payload, peers, channel)
+        return SmallReduction(tensor, op, incoming, sent, self._members)
 
     # What an incoming message needs
 
-    def expect(self, source: GroupRank) -> int:
+    def expect(self, source: GroupRank, channel: Channel) -> int:
         """The number of the next ticket from ``source``."""
-        return self._links.expect(source)
+        return self._links.expect(source, channel)
 
     def has_come(self, source: GroupRank, number: int) -> bool:
         """Whether that ticket is there."""
@@ -148,14 +154,22 @@ class Incoming:
         messages: through which.
         target: ``(nbytes,)``: where it is to be received; on "meta" if it may be anywhere.
         source: from whom.
+        channel: among which.
 
     Attributes:
         launched: to be awaited, in order; then it has come.
     """
 
-    def __init__(self, messages: HostMessages, target: torch.Tensor, source: GroupRank) -> None:
+    def __init__(
+        self,
+        messages: HostMessages,
+        target: torch.Tensor,
+        source: GroupRank,
+        channel: Channel,
+    ) -> None:
         self._messages = messages
         self._source = source
+        self._channel = channel
         self._target = target
         self._stays = False
         self._place = target
@@ -181,7 +195,7 @@ class Incoming:
 
     def expect(self) -> int:
         """The number of the next ticket."""
-        return self._messages.expect(self._source)
+        return self._messages.expect(self._source, self._channel)
 
     def has_come(self, number: int) -> bool:
         """Whether that ticket is there."""
