@@ -4,6 +4,7 @@ A message of a few bytes takes the backend's sockets fractions of a millisecond;
 microseconds. When a rank's process ends, its links end too, and whoever waits for it is told.
 """
 
+import os
 import select
 import socket
 import struct
@@ -44,6 +45,7 @@ class Links:
             each.setblocking(False)
         self.close = weakref.finalize(self, _close, list(sockets.values()))
         """Others that wait for this rank are told."""
+        _open.add(self)
 
     def send(self, target: GroupRank, ticket: tuple[int, int, int]) -> None:
         """Sends three integers; what has gone wrong shows when ``target`` is waited for."""
@@ -141,3 +143,16 @@ class Links:
 def _close(sockets: Iterable[socket.socket]) -> None:
     for each in sockets:
         each.close()
+
+
+_open: "weakref.WeakSet[Links]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A process that was forked, for instance to load data, must not outlive this rank's links."""
+    for each in list(_open):
+        each.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
