@@ -296,8 +296,10 @@ def _abandons() -> tuple[int, int]:
     with small() as communicator:
         peer = GroupRank(1 - dist.get_rank())
         for _ in range(20):
-            communicator.max_([1, 2])
-            communicator.exchange([(peer, values(0, 3000))], [(peer, torch.zeros(3000))])
+            another = connect(communicator.process_group, "Test")
+            another.max_([1, 2])
+            another.exchange([(peer, values(0, 3000))], [(peer, torch.zeros(3000))])
+        del another
         gc.collect()
         dist.barrier()
         communicator.max_([3]).wait()  # reads the announcements

@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -39,6 +39,8 @@ class Links:
         self._num_expected: defaultdict[GroupRank, int] = defaultdict(int)
         self._unfinished: defaultdict[GroupRank, bytes] = defaultdict(bytes)
         self._come: defaultdict[GroupRank, dict[int, tuple[int, int, int]]] = defaultdict(dict)
+        self.abandoned: deque[tuple[GroupRank, int]] = deque()
+        """Numbers of messages for which nobody will wait, whoever expected them."""
         self._ended: set[GroupRank] = set()
         """From which nothing more can come; a wait for them would return at once."""
         for each in sockets.values():
