@@ -1,5 +1,6 @@
 """Tickets between two ranks: in order, in time, and told when the other has gone."""
 
+import os
 import socket
 import threading
 import time
@@ -127,3 +128,27 @@ def test_who_waits_to_send_is_not_kept_awake_by_a_rank_that_is_gone() -> None:
     with pytest.raises(RuntimeError, match="rank 2 has ended"):
         first.take(GroupRank(2), first.expect(GroupRank(2)))
     assert second.take(ZERO, second.expect(ZERO)) == (0, 0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python 3.12's
+def test_a_forked_process_does_not_keep_links_open() -> None:
+    first, second = make(timeout_s=60)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:  # stays until it is told to go
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        first.send(ONE, (1, 2, 3))
+        assert second.take(ZERO, second.expect(ZERO)) == (1, 2, 3)
+        first.close()
+        with (
+            mock.patch.object(second, "_timeout_s", 5.0),
+            pytest.raises(RuntimeError, match="ended"),
+        ):
+            second.take(ZERO, second.expect(ZERO))
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(child, 0)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -209,6 +210,19 @@ def test_if_one_rank_cannot_map_nobody_shares() -> None:
     assert run_ranks(3, _fail_to_map, 1) == [True] * 3
 
 
+def _fail_to_call() -> bool:
+    """On a group whose time-out is shorter than a rank would wait to be called."""
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    if dist.get_rank() != 1:
+        return connect(group, "Test")._on_host is None
+    with mock.patch.object(socket.socket, "connect", side_effect=PermissionError("no sockets")):
+        return connect(group, "Test")._on_host is None
+
+
+def test_if_one_rank_cannot_call_another_nobody_shares() -> None:
+    assert run_ranks(3, _fail_to_call) == [True] * 3
+
+
 def test_a_rank_that_has_no_memory_is_left_out() -> None:
     assert run_ranks(3, _fail_to_map, -1) == [False, True, False]
 
@@ -282,8 +296,10 @@ def _abandons() -> tuple[int, int]:
     with small() as communicator:
         peer = GroupRank(1 - dist.get_rank())
         for _ in range(20):
-            communicator.max_([1, 2])
-            communicator.exchange([(peer, values(0, 3000))], [(peer, torch.zeros(3000))])
+            another = connect(communicator.process_group, "Test")
+            another.max_([1, 2])
+            another.exchange([(peer, values(0, 3000))], [(peer, torch.zeros(3000))])
+        del another
         gc.collect()
         dist.barrier()
         communicator.max_([3]).wait()  # reads the announcements

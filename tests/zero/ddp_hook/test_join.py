@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tensorplay.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import reduce_to_owners_hook
 from tensorplay.distributed.algorithms.join import Join
 from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+from tensorplay.distributed.optim._core import host_memory
 from tests.launch import run_ranks
 from tests.reference.training import require_equal, values_of
 from tests.zero.ddp_hook.twins import Twins
@@ -82,6 +84,17 @@ def _unused() -> list[torch.Tensor]:
 
 def test_what_nobody_uses_is_skipped_by_a_joined_rank_too(run: Run) -> None:
     first, *others = run(2, _unused)
+    for other in others:
+        require_equal(first, other)
+
+
+def _unused_without_room() -> list[torch.Tensor]:
+    with mock.patch.object(host_memory, "ARENA_BYTES", 0):
+        return _unused()
+
+
+def test_the_same_where_ranks_find_no_room_in_shared_memory() -> None:
+    first, *others = run_ranks(2, _unused_without_room)
     for other in others:
         require_equal(first, other)
 

@@ -6,12 +6,13 @@ microseconds. When a rank's process ends, its links end too, and whoever waits f
 
 import enum
 import itertools
+import os
 import select
 import socket
 import struct
 import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
@@ -52,12 +53,15 @@ class Links:
         self._sent, self._expected = defaultdict(itertools.count), defaultdict(itertools.count)
         self._unfinished: defaultdict[GroupRank, bytes] = defaultdict(bytes)
         self._come: defaultdict[GroupRank, dict[int, tuple[int, int, int]]] = defaultdict(dict)
+        self.abandoned: deque[tuple[GroupRank, int]] = deque()
+        """Numbers of messages for which nobody will wait, whoever expected them."""
         self._ended: set[GroupRank] = set()
         """From which nothing more can come; a wait for them would return at once."""
         for each in sockets.values():
             each.setblocking(False)
         self.close = weakref.finalize(self, _close, list(sockets.values()))
         """Others that wait for this rank are told."""
+        _open.add(self)
 
     def send(
         self, target: GroupRank, ticket: tuple[int, int, int], channel: Channel = Channel.MESSAGES
@@ -155,3 +159,16 @@ class Links:
 def _close(sockets: Iterable[socket.socket]) -> None:
     for each in sockets:
         each.close()
+
+
+_open: "weakref.WeakSet[Links]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A process that was forked, for instance to load data, must not outlive this rank's links."""
+    for each in list(_open):
+        each.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -5,7 +5,6 @@ either order. What finds no room in memory is sent by the backend, after its tic
 been read, perhaps later than what was sent after it, and so has a tag of its own.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -45,7 +44,7 @@ class HostMessages:
 
     def __init__(self, peers: HostPeers, members: GroupMembers, transport: Transport) -> None:
         self._memory, self._links, self._tags = peers
-        self._abandoned: deque[tuple[GroupRank, int]] = deque()
+        self._abandoned = peers.links.abandoned
         self._members = members
         self._transport = transport
 

@@ -69,9 +69,17 @@ def meet(
         }
         sockets: dict[GroupRank, socket.socket] = {}
         others: dict[GroupRank, mmap.mmap] = {}
+        called: dict[GroupRank, socket.socket] = {}
         has_failed = False
         try:
-            for rank, each, descriptor in own.connect(members.group_rank, peers):
+            own.call(members.group_rank, peers, called)
+        except OSError:
+            has_failed = True
+        if max_(int(has_failed)):  # before anybody waits to be called
+            _close(called)
+            return None
+        try:
+            for rank, each, descriptor in own.meet(members.group_rank, peers, called):
                 sockets[rank] = each
                 try:
                     others[rank] = map_memory(descriptor, members.world_size)
@@ -80,8 +88,7 @@ def meet(
         except (OSError, ValueError):
             has_failed = True
         if max_(int(has_failed)) or not peers or own.memory is None:
-            for each in sockets.values():
-                each.close()
+            _close({**called, **sockets})
             return None
         memory = HostMemory(members, own.memory, others)
         tags = itertools.cycle(range(_FIRST_TAG, _FIRST_TAG + _NUM_TAGS))
@@ -114,19 +121,29 @@ class _Offer(NamedTuple):
             return cls()
         return cls(host, address, descriptor, memory, listener)
 
-    def connect(
-        self, rank: GroupRank, peers: dict[GroupRank, str]
-    ) -> Iterator[tuple[GroupRank, socket.socket, int]]:
-        """Calls the lower ranks and is called by the higher ones; yields their sockets and descriptors."""
-        if not peers or self.listener is None:
-            return
-        called: dict[GroupRank, socket.socket] = {}
+    def call(
+        self,
+        rank: GroupRank,
+        peers: dict[GroupRank, str],
+        called: dict[GroupRank, socket.socket],
+    ) -> None:
+        """Calls the lower ranks, which needn't answer yet; adds their sockets to ``called``."""
         for peer, address in peers.items():
             if peer < rank:
                 called[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 called[peer].settimeout(_MEETING_S)
                 called[peer].connect(f"\0{address}")
                 self._introduce(rank, called[peer])
+
+    def meet(
+        self,
+        rank: GroupRank,
+        peers: dict[GroupRank, str],
+        called: dict[GroupRank, socket.socket],
+    ) -> Iterator[tuple[GroupRank, socket.socket, int]]:
+        """Is called by the higher ranks; yields all peers' sockets and descriptors."""
+        if not peers or self.listener is None:
+            return
         callers = {peer for peer in peers if peer > rank}
         self.listener.settimeout(_MEETING_S)
         while callers:
@@ -144,6 +161,11 @@ class _Offer(NamedTuple):
 
     def _introduce(self, rank: GroupRank, peer: socket.socket) -> None:
         socket.send_fds(peer, [_RANK.pack(rank)], [self.descriptor])
+
+
+def _close(sockets: dict[GroupRank, socket.socket]) -> None:
+    for each in sockets.values():
+        each.close()
 
 
 def _get_introduced(peer: socket.socket) -> tuple[GroupRank, int]:

@@ -176,6 +176,8 @@ class ReducedInHooks(AveragedElsewhere):
         self._buckets.append((bucket, done))
         if bucket.is_last():
             self._finish(0)
+            for _, sharing in self._uses:  # a rank that has joined waits until all have heard
+                sharing.wait()
             self._agree_on_finiteness(buffer.device)
             self._num_whole_passes = max(0, self._num_whole_passes - 1)
             if joined:
@@ -372,9 +374,7 @@ class ReducedInHooks(AveragedElsewhere):
             )
             used = [True] * len(parameters)
             if self._uses:
-                uses, work = self._uses[number]
-                work.wait()
-                used = uses.tolist()
+                used = self._uses[number][0].tolist()
             for parameter, gradient, is_used in zip(parameters, gradients, used, strict=True):
                 index = self._index_of.get(id(parameter))
                 if index is not None:
