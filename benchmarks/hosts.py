@@ -18,10 +18,10 @@ from benchmarks.step.measurement import Measurement, Task, read_measurements, ru
 from benchmarks.step.report import explain, format_terminal
 from benchmarks.step.results import Conditions, ModelResults
 
-CANDIDATES = ("ddp", "torch-zero-view", "zero-view", "zero-shard")
+CANDIDATES = ("ddp", "torch-zero-view", "zero-shard", "zero-elements", "zero-forward")
 PREFIX = f"tp{os.getpid() % 10000}"
 INTERFACE = "host0"
-WARM_UP = 3
+WARM_UP = 1
 
 
 def main(argv: list[str]) -> None:
@@ -31,7 +31,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), metavar="NAME")
     parser.add_argument("--nproc", type=int, default=2, help="hosts with one rank each")
     parser.add_argument("--mbit", type=int, default=1000, help="of each link, in Mbit/s")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=6, help="turns of each candidate")
+    parser.add_argument("--in-a-row", type=int, default=3, help="steps of each turn")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -48,13 +49,24 @@ def main(argv: list[str]) -> None:
             results = ModelResults.of(model, [measurements], chosen, {})
             print(f"\n{format_terminal(results)}", flush=True)
     print(
-        f"\n{options.nproc} hosts, {options.mbit} Mbit/s each way.", *explain(conditions), sep="\n"
+        f"\n{options.nproc} hosts, {options.mbit} Mbit/s each way. A turn is {options.in_a_row} steps "
+        "in a row, of which the mean counts; what the last one leaves under way is awaited in it.",
+        *explain(conditions),
+        sep="\n",
     )
 
 
 def _task_of(model: str, options: argparse.Namespace) -> Task:
     names = tuple(each.name for each in select(options.candidates, clipping=True))
-    return Task(model, names, options.nproc, options.steps, warm_up=WARM_UP, clipping=True)
+    return Task(
+        model,
+        names,
+        options.nproc,
+        options.steps,
+        warm_up=WARM_UP,
+        clipping=True,
+        in_a_row=options.in_a_row,
+    )
 
 
 def _run(model: str, options: argparse.Namespace) -> list[Measurement]:
@@ -74,6 +86,7 @@ def _run(model: str, options: argparse.Namespace) -> list[Measurement]:
                     ),
                     *("hosts", "--rank", str(rank), "--scratch", scratch, "--models", model),
                     *("--nproc", str(options.nproc), "--steps", str(options.steps)),
+                    *("--in-a-row", str(options.in_a_row)),
                     *("--candidates", *options.candidates),
                 ],
                 env=environment,

@@ -65,6 +65,9 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def finish(self) -> None:
+        """Waits for what a step has left under way: nothing."""
+
     def full_parameters(self) -> list[Tensor]:
         """The parameters as every rank sees them after a step, in the model's order."""
         return [parameter.detach() for parameter in self.module.parameters()]
@@ -351,10 +354,9 @@ class ShardedGradients(Trainer):
 class GatheredInForward(ShardedGradients):
     """Parameters arrive while the next forward goes on."""
 
-    def full_parameters(self) -> list[Tensor]:
-        """See :class:`Trainer`."""
+    def finish(self) -> None:
+        """Waits for the parameters."""
         self.optimizer.wait()  # type: ignore[attr-defined] # only this optimizer has it
-        return super().full_parameters()
 
 
 def _tensorplay_gathered_in_forward(module: nn.Module) -> Trainer:

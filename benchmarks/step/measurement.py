@@ -44,6 +44,8 @@ class Task:
         steps: timed steps of each.
         warm_up: steps of each before these.
         clipping: whether those that can clip do.
+        in_a_row: steps of one candidate before the next has its turn. What a step leaves under way
+            for the next one is awaited at the end of the turn, and counts.
     """
 
     model: str
@@ -52,6 +54,7 @@ class Task:
     steps: int
     warm_up: int
     clipping: bool
+    in_a_row: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Measurement:
             the other doesn't, so that they needn't be equal.
         state_nbytes: optimizer state of each rank.
         traffic: what each rank sends in a step.
-        samples: seconds of each phase in each timed step: the largest over ranks.
+        samples: seconds of each phase in each turn, per step: the largest over ranks.
     """
 
     candidate: str
@@ -176,8 +179,17 @@ class StepLoop:
         self.trainer = trainer
         self.clipping = clipping
 
-    def run(self, batch: Batch) -> list[float]:
+    def run_in_a_row(self, batch: Batch, count: int) -> list[float]:
+        """Some steps; seconds of each of ``PHASES`` on this rank, their mean."""
+        taken = [self.run(batch, is_last=number == count - 1) for number in range(count)]
+        return [sum(phase) / count for phase in zip(*taken, strict=True)]
+
+    def run(self, batch: Batch, *, is_last: bool = True) -> list[float]:
         """One step.
+
+        Args:
+            batch: the input.
+            is_last: whether to wait for what is still under way.
 
         Returns:
             Seconds of each of ``PHASES`` on this rank.
@@ -191,6 +203,8 @@ class StepLoop:
             self.trainer.clip_(MAX_NORM)
         clip = time.perf_counter()
         self.trainer.step_()
+        if is_last:
+            self.trainer.finish()
         end = time.perf_counter()
         return [forward - start, backward - forward, clip - backward, end - clip, end - start]
 
@@ -294,7 +308,7 @@ def take_turns(
             batch = batches.draw(CHECKED_STEPS + task.warm_up + turn)
             for index in order.sample(range(len(names)), len(names)):
                 dist.barrier()
-                taken = loops[names[index]].run(batch)
+                taken = loops[names[index]].run_in_a_row(batch, task.in_a_row)
                 if turn >= 0:
                     seconds[index, turn] = torch.tensor(taken, dtype=torch.float64)
                 progress.set_postfix_str(names[index], refresh=False)

@@ -5,6 +5,7 @@ import torch
 from tensorplay.distributed.optim._core.host_memory import (
     ARENA_BYTES,
     NUM_BLOCKS,
+    SMALL_BYTES,
     HostMemory,
     Ticket,
     make_memory,
@@ -79,6 +80,19 @@ def test_what_is_too_large_or_one_too_many_is_not_written() -> None:
     assert first.write(payload(1), [RANKS[1]]) is None
     second.mark_as_read(RANKS[0], tickets[100])
     assert write(first, 1, [RANKS[1]]).block == tickets[100].block
+
+
+def test_small_messages_find_room_where_large_ones_do_not() -> None:
+    first, second, _ = make()
+    write(first, ARENA_BYTES, [RANKS[1]])
+    assert first.write(payload(SMALL_BYTES + 1), [RANKS[1]]) is None
+    tickets = [write(first, SMALL_BYTES, [RANKS[1]], number) for number in range(20)]
+    for number, ticket in enumerate(tickets):
+        assert torch.equal(second.look(RANKS[0], ticket), payload(SMALL_BYTES, number))
+    first, second, _ = make()
+    tickets = [write(first, SMALL_BYTES + 1, [RANKS[1]]) for _ in range(384)]
+    assert first.write(payload(SMALL_BYTES + 1), [RANKS[1]]) is None
+    write(first, SMALL_BYTES, [RANKS[1]])
 
 
 def test_a_reader_may_write_where_it_reads() -> None:

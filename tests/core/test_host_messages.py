@@ -35,7 +35,9 @@ def small(arena_bytes: int = 64 * PIECE) -> Iterator[GroupCommunicator]:
     with (
         mock.patch.object(host_messages, "PIECE_BYTES", PIECE),
         mock.patch.object(host_average, "PIECE_BYTES", PIECE),
-        mock.patch.multiple(host_memory, ARENA_BYTES=arena_bytes, _PATIENCE_S=0.001),
+        mock.patch.multiple(
+            host_memory, ARENA_BYTES=arena_bytes, RESERVED_BYTES=0, _PATIENCE_S=0.001
+        ),
     ):
         yield connect(dist.new_group(), "Test")
 

@@ -338,7 +338,7 @@ def _evaluates_on_rank_0() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     options: dict[str, Any] = {"parameters_as_bucket_view": True, "overlap_with_forward": True}
     with (
-        mock.patch.object(host_memory, "ARENA_BYTES", 0),
+        mock.patch.multiple(host_memory, ARENA_BYTES=0, RESERVED_BYTES=0),
         mock.patch.object(sharding_plan, "CAPACITY_BYTES", 64),
     ):
         optimizer = ZeroRedundancyOptimizer(

@@ -89,7 +89,7 @@ def test_what_nobody_uses_is_skipped_by_a_joined_rank_too(run: Run) -> None:
 
 
 def _unused_without_room() -> list[torch.Tensor]:
-    with mock.patch.object(host_memory, "ARENA_BYTES", 0):
+    with mock.patch.multiple(host_memory, ARENA_BYTES=0, RESERVED_BYTES=0):
         return _unused()
 
 

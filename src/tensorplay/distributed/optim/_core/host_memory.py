@@ -21,6 +21,15 @@ ARENA_BYTES = 32 * 1024 * 1024
 NUM_BLOCKS = 512
 """Messages that may be there at a time."""
 
+SMALL_BYTES = 4 * 1024
+"""Messages up to this length find room where larger ones have none left."""
+
+RESERVED_BYTES = 256 * 1024
+"""For small ones."""
+
+NUM_RESERVED_BLOCKS = 128
+"""Likewise."""
+
 _ALIGNMENT = 64
 _PATIENCE_S = 0.005
 _PAUSE_S = 0.00005
@@ -86,7 +95,7 @@ class HostMemory:
         self._others[source][_flag(ticket.block, self._num_members, self._reader)] = 0
 
     def _reserve(self, nbytes: int) -> Ticket | None:
-        if nbytes > ARENA_BYTES:
+        if nbytes > max(ARENA_BYTES, SMALL_BYTES):
             return None
         found = self._find_room(nbytes)
         deadline = time.monotonic() + _PATIENCE_S
@@ -104,14 +113,16 @@ class HostMemory:
     def _find_room(self, nbytes: int) -> tuple[int, int] | None:
         """Where among the blocks, and at which offset, in the first gap that is large enough."""
         self._drop_read()
-        if not self._free_blocks:
+        is_small = nbytes <= SMALL_BYTES
+        if len(self._free_blocks) <= (0 if is_small else NUM_RESERVED_BLOCKS):
             return None
+        end = self._start + ARENA_BYTES + (RESERVED_BYTES if is_small else 0)
         offset = self._start
         for place, block in enumerate(self._in_use):
-            if block.offset - offset >= nbytes:
+            if min(block.offset, end) - offset >= nbytes:
                 return place, offset
             offset = -(-block.end // _ALIGNMENT) * _ALIGNMENT
-        if self._start + ARENA_BYTES - offset >= nbytes:
+        if end - offset >= nbytes:
             return len(self._in_use), offset
         return None
 
@@ -143,7 +154,7 @@ def make_memory(world_size: int) -> tuple[int, mmap.mmap]:
         raise OSError("this system has no memory without a name")
     descriptor = os.memfd_create("tensorplay", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(descriptor, _header_bytes(world_size) + ARENA_BYTES)
+        os.ftruncate(descriptor, _nbytes(world_size))
         return descriptor, map_memory(descriptor, world_size)
     except OSError:
         os.close(descriptor)
@@ -152,7 +163,11 @@ def make_memory(world_size: int) -> tuple[int, mmap.mmap]:
 
 def map_memory(descriptor: int, world_size: int) -> mmap.mmap:
     """Another rank's memory; ``OSError`` or ``ValueError`` if it can't be mapped."""
-    return mmap.mmap(descriptor, _header_bytes(world_size) + ARENA_BYTES)
+    return mmap.mmap(descriptor, _nbytes(world_size))
+
+
+def _nbytes(world_size: int) -> int:
+    return _header_bytes(world_size) + ARENA_BYTES + RESERVED_BYTES
 
 
 def _header_bytes(world_size: int) -> int:
