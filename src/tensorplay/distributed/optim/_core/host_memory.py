@@ -15,7 +15,7 @@ import torch
 
 from tensorplay.distributed.optim._core.ranks import GroupMembers, GroupRank
 
-ARENA_BYTES = 32 * 1024 * 1024
+ARENA_BYTES = 48 * 1024 * 1024
 """Of each rank, for what it has sent and others haven't read yet."""
 
 NUM_BLOCKS = 512

@@ -384,8 +384,14 @@ class StepInBackward:
             kept = transfer.local.nbytes if self._stage.steps_everywhere else 0
             gathering = self._stage.gather(number, transfer, used)
             self._gathered.append(_Gathered(transfer.bucket, gathering, kept))
-        while self.hears_ready and len(self._gathered) > NUM_GATHERED:
+        while self._gathered and self._gathers_too_many():
             self._complete_oldest()
+
+    def _gathers_too_many(self) -> bool:
+        if self.hears_ready:
+            return len(self._gathered) > NUM_GATHERED
+        nbytes = sum(each.bucket.layout.nbytes for each in self._gathered)
+        return nbytes > 2 * self._capacity_bytes
 
     def _complete_oldest(self) -> None:
         bucket, gathering, _ = self._gathered.popleft()

@@ -51,6 +51,7 @@ from tensorplay.distributed.optim._core.local_shard import (
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim.zero.gather_parameters import (
+    UNDER_WAY_BYTES,
     ParameterBucket,
     ParameterBuckets,
     ResidentStretch,
@@ -123,7 +124,8 @@ class OverlappedStep:
     def _reset(self) -> None:
         self._pending: deque[ReducedBucket] = deque()
         self._settlement: Settlement | _Settled | None = None
-        self._gathers: list[Waitable] = []
+        self._gathers: deque[tuple[int, Waitable]] = deque()
+        """Under way: how many bytes, and what to await."""
         self._updated: list[torch.Tensor] = []
         self._refusal: Exception | None = None
         self._error: Exception | None = None
@@ -328,7 +330,10 @@ class OverlappedStep:
         torch.autograd.graph.increment_version(parameters)
         self._updated.extend(parameters)
         for bucket in self._buckets_of(indices):
-            self._gathers.append(bucket.launch(self._communicator))
+            nbytes = bucket.layout.nbytes
+            while self._gathers and nbytes + sum(n for n, _ in self._gathers) > UNDER_WAY_BYTES:
+                self._wait_for_oldest_gather()
+            self._gathers.append((nbytes, bucket.launch(self._communicator)))
 
     def _buckets_of(self, indices: tuple[int, ...]) -> list[ParameterBucket]:
         if indices not in self._gathered_in:
@@ -351,9 +356,12 @@ class OverlappedStep:
         return self._gathered_in[indices]
 
     def _wait_for_gathers(self) -> None:
+        while self._gathers:
+            self._wait_for_oldest_gather()
+
+    def _wait_for_oldest_gather(self) -> None:
         try:
-            for gathering in self._gathers:
-                gathering.wait()
+            self._gathers.popleft()[1].wait()
         except CommunicationError as error:
             raise CommunicationError(f"gathering updated parameters failed {error}") from error
 
@@ -366,7 +374,7 @@ class OverlappedStep:
         )
         gathers = self._gathers
         self._reset()
-        for gathering in gathers:
+        for _, gathering in gathers:
             gathering.wait()
 
     def _find_unreduced(self) -> Exception | None:
