@@ -47,10 +47,8 @@ def test_a_pass_begins_before_the_first_gradient_and_ends_after_the_last() -> No
     (a, b, c), log = make()
     (a * b).sum().backward()
     assert log.events == ["begin", [0, 1]]
-    assert sorted(log.backward_pass.fired) == [0, 1]
     (a * c).sum().backward()
     assert log.events[2:] == ["begin", [0, 1, 2]]
-    assert sorted(log.backward_pass.fired) == [0, 2]
     assert log.backward_pass.num_begun == 2
 
 
@@ -68,7 +66,6 @@ def test_backward_for_some_inputs() -> None:
     (a, b, c), log = make()
     (a * b * c).sum().backward(inputs=[b])
     assert log.events == ["begin", [1]]
-    assert log.backward_pass.fired == [1]
 
 
 def test_a_backward_for_other_inputs_is_not_noticed() -> None:
@@ -152,7 +149,6 @@ def test_parameters_that_cannot_require_gradients() -> None:
     log = Log([numbers, weight])
     weight.sum().backward()
     assert log.events == ["begin", [1]]
-    assert log.backward_pass.fired == [1]
 
 
 def test_parameters_watched_later_get_the_next_numbers() -> None:
@@ -160,7 +156,6 @@ def test_parameters_watched_later_get_the_next_numbers() -> None:
     later = nn.Parameter(torch.ones(2))
     log.backward_pass.watch([later])
     (later * a).sum().backward()
-    assert sorted(log.backward_pass.fired) == [0, 3]
 
 
 def test_a_missing_gradient_does_not_count() -> None:
@@ -176,7 +171,6 @@ def test_a_missing_gradient_does_not_count() -> None:
     (a, b, _), log = make()
     Nothing.apply(a, b).sum().backward()
     assert log.events == ["begin", [1]]
-    assert log.backward_pass.fired == [1]
 
 
 def test_sparse_gradients_are_noted() -> None:

@@ -47,8 +47,8 @@ def test_a_dtensor(run: Run) -> None:
         assert num_groups == "1"
 
 
-def _sparse(rows: int, on_rank: int | None) -> str:
-    """An embedding whose gradient is sparse, on all ranks or on one only."""
+def _sparse(rows: int, on_rank: int | None, was_dense: bool) -> str:
+    """An embedding whose gradient is sparse, on all ranks or on one only, perhaps dense before."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -65,8 +65,9 @@ def _sparse(rows: int, on_rank: int | None) -> str:
         model(torch.tensor([1, 2 + rank])).square().sum().backward()
 
     twins = Twins(Net)
-    twins.train(lambda _: passes, steps=1)
-    twins.zero_grad()
+    if was_dense:
+        twins.train(lambda _: passes, steps=1)
+        twins.zero_grad()
     embedding: Any = twins.model.embedding
     embedding.sparse = on_rank in (None, twins.rank)
     message = _message(lambda: passes(twins.model, twins.rank))
@@ -76,14 +77,21 @@ def _sparse(rows: int, on_rank: int | None) -> str:
     return message
 
 
-@pytest.mark.parametrize("rows", [10, 20_000], ids=["small", "large"])
+@pytest.mark.parametrize(("rows", "was_dense"), [(10, False), (20_000, False), (20_000, True)])
 @pytest.mark.parametrize("on_rank", [None, 1])
-def test_a_sparse_gradient(run: Run, rows: int, on_rank: int | None) -> None:
-    for rank, message in enumerate(run(2, _sparse, rows, on_rank)):
+def test_a_sparse_gradient(run: Run, rows: int, on_rank: int | None, was_dense: bool) -> None:
+    for rank, message in enumerate(run(2, _sparse, rows, on_rank, was_dense)):
         kind = "TypeError" if on_rank in (None, rank) else "PeerError"
         assert message.startswith(kind)
         assert "parameter 0" in message
         assert "sparse=False" in message
+
+
+@pytest.mark.parametrize("on_rank", [None, 1])
+def test_a_gradient_that_has_become_sparse_is_added_to_a_dense_one(
+    run: Run, on_rank: int | None
+) -> None:
+    assert run(2, _sparse, 10, on_rank, True) == ["", ""]
 
 
 def _without_shard_gradients() -> list[str]:

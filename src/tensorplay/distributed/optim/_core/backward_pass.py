@@ -10,6 +10,12 @@ Note [Outermost backward]
 Note [Aborted backward]
     An exception in backward ends a task without its callbacks. They hold a token, which dies with
     the task: a pass whose token is dead was aborted.
+
+Note [Thousands of hooks]
+    A hook runs between two small operations of backward, when nothing of it is in the cache. So it
+    does nothing but see that a pass is open, and looks at a gradient's layout only until one of its
+    parameter was dense. A sparse one that comes later is found by who looks at ``.grad``, unless it
+    was added to a dense one.
 """
 
 import functools
@@ -69,15 +75,15 @@ class BackwardPass:
         self._observer = weakref.ref(observer)
         self.was_replaced = False
         """Whether another watcher has taken over, so that nothing is noticed here any more."""
-        self._token: weakref.ref[_Token] | None = None
-        self.armed_tasks: set[int] = set()
-        """Graph tasks whose end we shall hear of."""
+        self.tokens: list[Callable[[], _Token | None]] = [_no_token]
+        """Gets the token of the running pass; the only element is replaced by each pass."""
+        self._armed_tasks: set[int] = set()
         self._handles: list[RemovableHandle] = []
         self._num_parameters = 0
         self.num_begun = 0
         """How many passes have begun, the aborted ones included."""
-        self.fired: list[int] = []
-        """Indices of the parameters that got gradients in this pass, or the last; maybe twice."""
+        self.unknown: set[int] = set()
+        """Indices of the parameters that have had no dense gradient yet."""
         self.layouts: dict[int, torch.layout] = {}
         """Those of gradients in this pass, or the last, that weren't dense, by parameter."""
 
@@ -90,6 +96,7 @@ class BackwardPass:
                 former.remove()
             _watchers[parameter] = weakref.ref(self)
             hook = _hook_of(self, self._num_parameters, parameter)
+            self.unknown.add(self._num_parameters)
             self._num_parameters += 1
             if parameter.is_floating_point() or parameter.is_complex():  # others get no gradients
                 self._handles.append(_register(parameter, parameter.register_hook, hook))
@@ -110,11 +117,11 @@ class BackwardPass:
     @property
     def is_open(self) -> bool:
         """Whether a pass has begun that hasn't ended or been aborted."""
-        return self._token is not None and self._token() is not None
+        return self.tokens[0]() is not None
 
     def settle_aborted(self) -> bool:
         """Tells the observer of a pass that was aborted; returns whether there was one."""
-        if self._token is None or self._token() is not None:
+        if self.tokens[0] is _no_token or self.is_open:
             return False
         self._close()
         if (observer := self._observer()) is not None:
@@ -127,37 +134,36 @@ class BackwardPass:
             handle.remove()
         self._handles.clear()
 
-    def arm(self, task: int, parameter: torch.Tensor) -> bool:
-        """Makes the end of this task known to us; false if it accumulates no gradients."""
+    def open(self, parameter: torch.Tensor) -> bool:
+        """Begins a pass in the running task; false if that accumulates no gradients."""
         if not _accumulates(parameter):
             return False
         self.settle_aborted()
-        token = self._token() if self._token is not None else None
-        if token is None:
-            token = _Token()
-            self._token = weakref.ref(token)
-            self.fired.clear()
-            self.layouts.clear()
-            self.num_begun += 1
-            self._queue_end(task, token)
-            if (observer := self._observer()) is not None:
-                observer.begin()
-        else:
-            self._queue_end(task, token)
+        token = _Token()
+        self.tokens[0] = weakref.ref(token)
+        self.layouts.clear()
+        self.num_begun += 1
+        self._queue_end(torch._C._current_graph_task_id(), token)  # noqa: SLF001 - torch has no public name for it
+        if (observer := self._observer()) is not None:
+            observer.begin()
         return True
 
-    def receive_sparse(self, index: int) -> None:
-        """Tells the observer that a parameter's first gradient is sparse."""
-        if (observer := self._observer()) is not None:
-            observer.receive_sparse(index)
+    def see_layout(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Tells the observer of a sparse gradient; see Note [Thousands of hooks]."""
+        if gradient.layout is torch.strided:
+            self.unknown.discard(index)
+        elif index not in self.layouts and _accumulates(parameter):
+            self.layouts[index] = gradient.layout
+            if (observer := self._observer()) is not None:
+                observer.receive_sparse(index)
 
     def _queue_end(self, task: int, token: _Token) -> None:
-        self.armed_tasks.add(task)
+        self._armed_tasks.add(task)
         call_at_end(functools.partial(self._task_ended, task, token))
 
     def _task_ended(self, task: int, token: _Token) -> None:
-        self.armed_tasks.discard(task)
-        if self._token is None or self._token() is not token:
+        self._armed_tasks.discard(task)
+        if self.tokens[0]() is not token:
             return
         outer: Any = torch._C._current_autograd_node()  # noqa: SLF001 - torch has no public name for it
         if outer is None:
@@ -169,14 +175,14 @@ class BackwardPass:
         def climb(_inputs: Any, _outputs: Any) -> None:
             handle.remove()
             outer_task = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
-            if outer_task not in self.armed_tasks:
+            if outer_task not in self._armed_tasks:
                 self._queue_end(outer_task, token)
 
         handle = outer.register_hook(climb)
 
     def _close(self) -> None:
-        self._token = None
-        self.armed_tasks.clear()
+        self.tokens[0] = _no_token
+        self._armed_tasks.clear()
 
 
 def _hook_of(
@@ -184,26 +190,24 @@ def _hook_of(
 ) -> Callable[[torch.Tensor | None], None]:
     """A tensor hook, which autograd calls before it accumulates; it doesn't keep the pass alive."""
     reference = weakref.ref(backward_pass)
-    armed_tasks, fired = backward_pass.armed_tasks, backward_pass.fired
-    layouts = backward_pass.layouts
-    current_task = torch._C._current_graph_task_id  # noqa: SLF001 - torch has no public name for it
+    tokens, unknown = backward_pass.tokens, backward_pass.unknown
 
     def hook(gradient: torch.Tensor | None) -> None:
-        if gradient is None:  # a function may return none
-            return
-        task = current_task()
-        if task not in armed_tasks:
-            observer = reference()
-            if observer is None or not observer.arm(task, parameter):
-                return
-        if gradient.layout is not torch.strided:
-            layouts[index] = gradient.layout
+        if tokens[0]() is None:
             watcher = reference()
-            if watcher is not None and index not in fired:
-                watcher.receive_sparse(index)
-        fired.append(index)
+            # A function may return no gradient.
+            if gradient is None or watcher is None or not watcher.open(parameter):
+                return
+        if unknown and index in unknown and gradient is not None:
+            watcher = reference()
+            if watcher is not None:
+                watcher.see_layout(index, parameter, gradient)
 
     return hook
+
+
+def _no_token() -> None:
+    """There is no pass."""
 
 
 def _register(

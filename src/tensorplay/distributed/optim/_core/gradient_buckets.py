@@ -4,12 +4,19 @@ Note [Two kinds of buckets]
     A large parameter is a bucket of its own: autograd hands over a fresh gradient, which is sent
     from where it is and averaged in place. Small ones share a flat buffer: their ``.grad`` are made
     views of it before backward accumulates, so that nothing is packed afterwards.
+
+Note [Views that count]
+    What adds to a tensor in place raises its version. The views have versions of their own, unlike
+    usual views, which share one: so a view whose version is still what it was when the pass began
+    has got no gradient, and its parameter's ``.grad`` goes back to ``None``. That is cheaper than a
+    hook, which would have to run for each gradient.
 """
 
 import itertools
 import operator
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -61,7 +68,7 @@ class GradientBucket(Protocol):
     def retract_(self, index: int) -> None:
         """During a pass: takes back what was prepared for a parameter that has got none yet."""
 
-    def disarm_(self, fired: Collection[int]) -> None:
+    def disarm_(self) -> None:
         """After a pass: takes back what was prepared for parameters that didn't get any."""
 
     def local(self) -> torch.Tensor:
@@ -110,45 +117,47 @@ class PackedGradients:
         self.layout = layout
         self._specs = specs
         self._indices = [slot.parameter for slot in layout.slots]
+        self._offsets = [slot.offset for slot in layout.slots]
+        self._ends = [slot.offset + slot.numel for slot in layout.slots]
         self._parameters = [parameters[index] for index in self._indices]
-        self._members = list(zip(self._indices, self._parameters, strict=True))
         self._keep = keep
         self._views: list[torch.Tensor] = []
         self._flat: torch.Tensor | None = None
-        self._armed: set[int] = set()
+        self._armed: dict[int, int] = {}
+        """Places of parameters whose ``.grad`` is their zero view, with its version."""
 
     def arm_(self) -> None:
         """See :class:`GradientBucket`."""
         flat = self._allocate()
-        bare = [place for place, p in enumerate(self._parameters) if p.grad is None]
-        if len(bare) == len(self._members):
+        views, parameters = self._views, self._parameters
+        bare: Sequence[int] = range(len(parameters))
+        if any(map(operator.is_not, map(_grad_of, parameters), itertools.repeat(None))):
+            bare = [place for place, p in enumerate(parameters) if p.grad is None]
+            views = list(map(views.__getitem__, bare))
+            parameters = list(map(parameters.__getitem__, bare))
+            if views:
+                torch._foreach_zero_(views)
+        else:
             flat.zero_()
-            assign(self._views, "_averaged_by", itertools.repeat(None))
-            assign(self._parameters, "grad", self._views)
-            self._armed.update(self._indices)
-            return
-        if bare:
-            torch._foreach_zero_([self._views[place] for place in bare])
-        for place in bare:
-            index, parameter = self._members[place]
-            view = self._views[place]
-            AveragedMark.clear_(view)
-            parameter.grad = view
-            self._armed.add(index)
+        assign(views, "_averaged_by", itertools.repeat(None))
+        assign(parameters, "grad", views)
+        self._armed = dict(zip(bare, map(_version_of, views), strict=True))
 
     def retract_(self, index: int) -> None:
         """See :class:`GradientBucket`."""
-        if index in self._armed:
-            self._armed.discard(index)
-            dict(self._members)[index].grad = None
+        place = self._indices.index(index)
+        if self._armed.pop(place, None) is not None:
+            self._parameters[place].grad = None
 
-    def disarm_(self, fired: Collection[int]) -> None:
-        """See :class:`GradientBucket`."""
-        if not self._armed.issubset(fired):
-            for (index, parameter), view in zip(self._members, self._views, strict=True):
-                if index in self._armed and index not in fired and parameter.grad is view:
+    def disarm_(self) -> None:
+        """See :class:`GradientBucket` and Note [Views that count]."""
+        armed, self._armed = self._armed, {}
+        views = self._views
+        if any(map(operator.eq, map(_version_of, map(views.__getitem__, armed)), armed.values())):
+            for place, version in armed.items():
+                parameter, view = self._parameters[place], views[place]
+                if parameter.grad is view and _version_of(view) == version:
                     parameter.grad = None
-        self._armed.clear()
 
     def local(self) -> torch.Tensor:
         """See :class:`GradientBucket`."""
@@ -182,36 +191,30 @@ class PackedGradients:
         """See :class:`GradientBucket`."""
         end = start + result.numel()
         origin = result.storage_offset() - start
+        places = self._places_within(start, end)
         if self._flat is not None and result.data_ptr() == self._flat[start:].data_ptr():
-            return {
-                slot.parameter: view
-                for slot, view in zip(self.layout.slots, self._views, strict=True)
-                if start <= slot.offset and slot.offset + slot.numel <= end
-            }
+            return dict(zip(self._indices[places], self._views[places], strict=True))
         return {
             slot.parameter: result.as_strided(
                 self._specs[slot.parameter].shape,
                 self._specs[slot.parameter].stride,
                 origin + slot.offset,
             )
-            for slot in self.layout.slots
-            if start <= slot.offset and slot.offset + slot.numel <= end
+            for slot in self.layout.slots[places]
         }
 
     def whole(self, start: int, end: int) -> torch.Tensor | None:
         """See :class:`GradientBucket`; the padding holds zeros."""
-        places: Sequence[int] = range(len(self.layout.slots))
-        if start or end < self.layout.numel:
-            places = [
-                place
-                for place, slot in enumerate(self.layout.slots)
-                if start <= slot.offset and slot.offset + slot.numel <= end
-            ]
-        if self._flat is None or any(
-            self._members[place][1].grad is not self._views[place] for place in places
-        ):
+        if self._flat is None:
             return None
-        return self._flat[start:end]
+        places = self._places_within(start, end)
+        gradients = map(_grad_of, self._parameters[places])
+        is_there = all(map(operator.is_, gradients, self._views[places]))
+        return self._flat[start:end] if is_there else None
+
+    def _places_within(self, start: int, end: int) -> slice:
+        """Of the parameters that lie as a whole in a stretch."""
+        return slice(bisect_left(self._offsets, start), bisect_right(self._ends, end))
 
     def release(self) -> None:
         """See :class:`GradientBucket`."""
@@ -224,12 +227,13 @@ class PackedGradients:
                 self.layout.numel, dtype=self.layout.dtype, device=self.layout.device
             )
             buffer = FlatBuffer(self.layout, self._specs, flat)
-            self._views = [buffer.view(slot) for slot in self.layout.slots]
+            self._views = [buffer.view(slot).data for slot in self.layout.slots]
             self._flat = flat
         return self._flat
 
 
 _grad_of = operator.attrgetter("grad")
+_version_of = operator.attrgetter("_version")
 
 
 class PackedWhenSent(PackedGradients):
@@ -255,8 +259,8 @@ class PackedWhenSent(PackedGradients):
         pieces: list[torch.Tensor] = []
         ends = [*(slot.offset for slot in layout.slots[1:]), layout.numel]
         nothing = torch.zeros(1, dtype=layout.dtype, device=layout.device)
-        for (index, parameter), slot, end in zip(self._members, layout.slots, ends, strict=True):
-            gradient, spec = parameter.grad, self._specs[index]
+        for parameter, slot, end in zip(self._parameters, layout.slots, ends, strict=True):
+            gradient, spec = parameter.grad, self._specs[slot.parameter]
             filled = slot.offset
             if gradient is not None:
                 if gradient.stride() != spec.stride or gradient.dtype != layout.dtype:
@@ -303,7 +307,7 @@ class SoleGradient:
     def retract_(self, index: int) -> None:
         """Nothing was prepared."""
 
-    def disarm_(self, fired: Collection[int]) -> None:
+    def disarm_(self) -> None:
         """Nothing was prepared."""
 
     def local(self) -> torch.Tensor:

@@ -5,6 +5,7 @@ up in float64, by 2e-6.
 """
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -76,6 +77,12 @@ def norm_across_ranks(
     total = partial.view(1)
     communicator.all_reduce_(total, "sum").wait()
     return total[0].pow(1 / norm_type).to(dtype)
+
+
+def dtype_of_norm(parameters: Iterable[torch.Tensor]) -> torch.dtype:
+    """That of a norm of these parameters' gradients."""
+    dtypes = set(map(operator.attrgetter("dtype"), parameters))
+    return torch.float64 if torch.float64 in {each.to_real() for each in dtypes} else torch.float32
 
 
 def find_unclippable(parameters: Iterable[torch.Tensor], norm_type: float) -> Exception | None:

@@ -183,7 +183,6 @@ class GradientReducer:
         for layout in layouts:
             for slot in layout.slots:
                 self._reduced_by_default[slot.parameter] = layout.trainable
-                self._watched.append(self.parameters[slot.parameter])
             if len(layout.slots) == 1:
                 keep = self._keeps_slice(layout)
                 self.buckets.append(SoleGradient(layout, specs, self.parameters, keep=keep))
@@ -193,6 +192,7 @@ class GradientReducer:
                 keep = layout.trainable and num_kept < self._num_kept
                 num_kept += 1
                 self.buckets.append(PackedGradients(layout, specs, self.parameters, keep=keep))
+        self._watched = [self.parameters[index] for index in self._reduced_by_default]
         for bucket in self.buckets[len(self.buckets) - len(layouts) :]:
             self._indices_of[bucket] = [slot.parameter for slot in bucket.layout.slots]
             cut = bucket.layout.cut_slots(*self._own_extent(bucket.layout))
@@ -257,17 +257,16 @@ class GradientReducer:
 
     def abandon(self) -> None:
         """See :class:`BackwardObserver`."""
-        gradients = [self.parameters[index].grad for index in set(self.backward_pass.fired)]
+        gradients = [parameter.grad for parameter in self.parameters]
         if not any(self._is_own(gradient) and _has_values(gradient) for gradient in gradients):  # type: ignore[arg-type] # None is no own one
             self.forget()  # somebody has zeroed them, who couldn't see what was set aside
         self._disarm()
         self._schedule.abandon()
 
     def _disarm(self) -> None:
-        fired = set(self.backward_pass.fired)
         for bucket in self.buckets:
-            bucket.disarm_(fired)
-        for index in [index for index in self._set_aside if index not in fired]:
+            bucket.disarm_()
+        for index in [index for index in self._set_aside if self.parameters[index].grad is None]:
             self.parameters[index].grad = self._set_aside.pop(index)
 
     def before_backward_reduces(self) -> None:
@@ -589,7 +588,7 @@ class GradientReducer:
         self, bucket: GradientBucket, local: torch.Tensor, start: int, end: int
     ) -> torch.Tensor:
         """``(end - start,)``: memory for what this rank averages."""
-        reuse = not any(slot.parameter in self._set_aside for slot in bucket.layout.slots)
+        reuse = self._set_aside.keys().isdisjoint(self._indices_of[bucket])
         return bucket.destination(local, start, end, reuse=reuse)
 
     def finish(self, transfer: Transfer) -> torch.Tensor | None:
@@ -683,25 +682,13 @@ class GradientReducer:
 
     def set_averages_aside(self) -> None:
         """See :class:`Reductions` and Note [Reduced and own gradients]."""
-        found = self._gradients()
-        gradients = list(map(_second, found))
-        if set(map(type, gradients)) <= {torch.Tensor} and not self._mark.is_on_any(gradients):
+        gradients = list(map(_grad_of, self._watched))
+        kinds = set(map(type, gradients))  # of thousands, so the loops aren't Python's
+        if kinds <= {type(None), torch.Tensor} and not self._mark.is_on_any(gradients):
             return
-        for index, gradient in found:
-            if not self._is_own(gradient):
+        for index in self._reduced_by_default:
+            if not self._is_own(self.parameters[index].grad):
                 self._set_aside_one(index)
-
-    def _gradients(self) -> list[tuple[int, torch.Tensor]]:
-        """Those that are there, by parameter; usually of thousands, so the loop isn't Python's."""
-        watched = self._watched
-        gradients = list(map(_grad_of, watched))
-        if not any(map(operator.is_not, gradients, itertools.repeat(None))):
-            return []
-        return [
-            (index, gradient)
-            for index, gradient in zip(self._reduced_by_default, gradients, strict=True)
-            if gradient is not None
-        ]
 
     def _set_aside_one(self, index: int) -> None:
         parameter = self.parameters[index]
@@ -731,10 +718,13 @@ class GradientReducer:
     def find_unreducible(self) -> Exception | None:
         """An error that names a parameter whose gradient, of this pass, can't be reduced."""
         layouts = self.backward_pass.layouts  # before they were added to dense ones
-        gradients = self._gradients()
-        if not layouts and {*map(_layout_of, map(_second, gradients))} <= {torch.strided}:
+        gradients = list(map(_grad_of, self._watched))
+        are_all_there = all(map(operator.is_not, gradients, itertools.repeat(None)))
+        if are_all_there and not layouts and {*map(_layout_of, gradients)} <= {torch.strided}:
             return None
-        kinds = {**{index: gradient.layout for index, gradient in gradients}, **layouts}
+        found = zip(self._reduced_by_default, gradients, strict=True)
+        kinds = {index: gradient.layout for index, gradient in found if gradient is not None}
+        kinds.update(layouts)
         for index in filter(kinds.__contains__, self._reduced_by_default):
             layout = kinds[index]
             if layout is not torch.strided:
@@ -753,7 +743,6 @@ class GradientReducer:
 
 _grad_of = operator.attrgetter("grad")
 _layout_of = operator.attrgetter("layout")
-_second = operator.itemgetter(1)
 
 
 def _own_part(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -4,6 +4,8 @@ Each rank averages an even slice of every bucket, as an owner would, in the memo
 gradients; then the slices are gathered. On gloo this sends what an all-reduce sends, and is faster.
 """
 
+import itertools
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +38,9 @@ NUM_GATHERED = 2
 """Buckets whose averages are under way at a time."""
 
 _NONE, _DENSE, _SPARSE = range(3)
+
+_is_sparse = operator.attrgetter("is_sparse")
+_kind_of_sparse = {False: _DENSE, True: _SPARSE}
 
 
 class AveragedEverywhere(GradientReducer):
@@ -183,6 +188,8 @@ class AveragedEverywhere(GradientReducer):
         return {index for index, kind in kinds.items() if kind == _DENSE}
 
     def _kinds_of(self, gradients: Sequence[torch.Tensor | None]) -> Iterable[int]:
+        if all(map(operator.is_not, gradients, itertools.repeat(None))):  # usually, of thousands
+            return map(_kind_of_sparse.__getitem__, map(_is_sparse, gradients))
         return [
             _NONE if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
             for gradient in gradients

@@ -20,6 +20,7 @@ from tensorplay.distributed.optim._core.collectives import Communicator, connect
 from tensorplay.distributed.optim._core.gradient_norm import (
     clip_by_norm_,
     clip_coefficient,
+    dtype_of_norm,
     is_one,
     norm_across_ranks,
     norm_of_own,
@@ -417,12 +418,11 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
     def _measure_norm(self) -> list[torch.Tensor]:
         """Sets :attr:`grad_norm`; returns tensors that together hold all gradients."""
         counted, everything = self._gradients.counted_and_all()
-        doubles = any(p.dtype.to_real() is torch.float64 for p in self._parameters)
         self.grad_norm = norm_across_ranks(
             self._communicator,
             norm_of_own(counted, 2.0, self._parameters[0].device),
             2.0,
-            torch.float64 if doubles else torch.float32,
+            dtype_of_norm(self._parameters),
         )
         return everything
 

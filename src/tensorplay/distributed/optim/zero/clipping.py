@@ -8,6 +8,7 @@ from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.collectives import Communicator
 from tensorplay.distributed.optim._core.gradient_norm import (
     clip_by_norm_,
+    dtype_of_norm,
     find_unclippable,
     norm_across_ranks,
     norm_of_own,
@@ -65,8 +66,7 @@ class WholeGradients:
             gradients.reduce("clip_grad_norm_ (reduce)")
             owned = gradients.owned_stretches()
             partial = norm_of_own(owned, norm_type, device)
-        doubles = any(p.dtype.to_real() is torch.float64 for p in parameters)
-        dtype = torch.float64 if doubles else torch.float32
+        dtype = dtype_of_norm(parameters)
         norm = norm_across_ranks(self._communicator, partial, norm_type, dtype)
         clip_by_norm_([*owned, *gradients.others()], norm, max_norm, error_if_nonfinite)
         return norm

@@ -16,6 +16,8 @@ Note [State of a slice]
 """
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -31,6 +33,9 @@ from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.state_dicts import clone
 from tensorplay.distributed.optim.zero.sharding_plan import is_large
+
+_grad_of = operator.attrgetter("grad")
+_stride_of = operator.attrgetter("stride")
 
 
 class Piece(NamedTuple):
@@ -73,6 +78,17 @@ class FlatSlice:
     def numel(self) -> int:
         """Its length in elements."""
         return _length(self.pieces)
+
+    @functools.cached_property
+    def indices(self) -> list[int]:
+        """Those of the parameters that its pieces are of."""
+        return [piece.parameter for piece in self.pieces]
+
+    @functools.cached_property
+    def byte_offsets(self) -> list[int]:
+        """Where each piece lies in :attr:`tensor`."""
+        itemsize = self.tensor.element_size()
+        return [(piece.offset - self.start) * itemsize for piece in self.pieces]
 
     def place(self, piece: Piece) -> slice:
         """Where a piece lies in :attr:`tensor`."""
@@ -172,12 +188,12 @@ class FlatSlices:
         """
         is_cut = False
         for each in list(self.slices):
-            gradients = [self._parameters[piece.parameter].grad for piece in each.pieces]
-            present = [gradient for gradient in gradients if gradient is not None]
-            if not present:
+            gradients = list(map(_grad_of, map(self._parameters.__getitem__, each.indices)))
+            num_present = sum(map(operator.is_not, gradients, itertools.repeat(None)))
+            if not num_present:
                 each.tensor.grad = None
-            elif len(present) == len(gradients):
-                each.tensor.grad = self._joined(each, present)
+            elif num_present == len(gradients):
+                each.tensor.grad = self._joined(each, gradients)
             else:
                 self._cut(each, _runs(each.pieces, self._has_gradient), optimizer)
                 is_cut = True
@@ -198,15 +214,13 @@ class FlatSlices:
         for place in {0, len(stretches) - 1}:
             stretches[place] = self._stretch(each.pieces[place], gradients[place])
         first, itemsize = stretches[0], each.tensor.element_size()
-        inner = range(1, len(stretches) - 1)
-        try:
-            origin = first.data_ptr() - each.start * itemsize
-            is_whole = all(
-                gradient.data_ptr() == origin + piece.offset * itemsize
-                for gradient, piece in zip(stretches, each.pieces, strict=True)
-            ) and all(
-                stretches[place].stride() == self._specs[each.pieces[place].parameter].stride
-                for place in inner
+        inner = slice(1, len(stretches) - 1)
+        strides = map(_stride_of, map(self._specs.__getitem__, each.indices[inner]))
+        try:  # of thousands, so the loops aren't Python's
+            addresses = map(torch.Tensor.data_ptr, stretches)
+            offsets = map(operator.sub, addresses, itertools.repeat(first.data_ptr()))
+            is_whole = all(map(operator.eq, offsets, each.byte_offsets)) and all(
+                map(operator.eq, map(torch.Tensor.stride, stretches[inner]), strides)
             )
         except RuntimeError:  # a partial gradient has no memory of its own
             is_whole = False
