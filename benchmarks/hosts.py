@@ -18,7 +18,14 @@ from benchmarks.step.measurement import Measurement, Task, read_measurements, ru
 from benchmarks.step.report import explain, format_terminal
 from benchmarks.step.results import Conditions, ModelResults
 
-CANDIDATES = ("ddp", "torch-zero-view", "zero-shard", "zero-elements", "zero-forward")
+CANDIDATES = (
+    "ddp",
+    "torch-zero-view",
+    "zero-shard",
+    "zero-elements",
+    "zero-backward",
+    "zero-both",
+)
 PREFIX = f"tp{os.getpid() % 10000}"
 INTERFACE = "host0"
 WARM_UP = 1

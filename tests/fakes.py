@@ -4,6 +4,7 @@ A bug fails instead of hanging: every wait has a timeout, ranks that issue diffe
 told so, and an exception on one rank aborts the others.
 """
 
+import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -269,6 +270,9 @@ class FakeCommunicator:
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         self._count("all_gather_bytes", len(payload))
         return self._exchange("all_gather_bytes", payload)
+
+    def room_nbytes(self) -> float:
+        return math.inf
 
     def awaited_in_any_order(self) -> "FakeCommunicator":
         return self

@@ -359,19 +359,23 @@ class GatheredInForward(ShardedGradients):
         self.optimizer.wait()  # type: ignore[attr-defined] # only this optimizer has it
 
 
-def _tensorplay_gathered_in_forward(module: nn.Module) -> Trainer:
-    from tensorplay.distributed.optim import ZeroRedundancyOptimizer
+def _tensorplay_gathered_in_forward(**options: Any) -> Callable[[nn.Module], Trainer]:
+    def build(module: nn.Module) -> Trainer:
+        from tensorplay.distributed.optim import ZeroRedundancyOptimizer
 
-    zero = ZeroRedundancyOptimizer(
-        module.parameters(),
-        AdamW,
-        shard_gradients=True,
-        partition="elements",
-        overlap_with_forward=True,
-        module=module,
-        **FUSED,
-    )
-    return GatheredInForward(module, zero, zero.optim)
+        zero = ZeroRedundancyOptimizer(
+            module.parameters(),
+            AdamW,
+            module=module,
+            shard_gradients=True,
+            partition="elements",
+            overlap_with_forward=True,
+            **options,
+            **FUSED,
+        )
+        return GatheredInForward(module, zero, zero.optim)
+
+    return build
 
 
 def _tensorplay_sharded(**options: Any) -> Callable[[nn.Module], Trainer]:
@@ -551,7 +555,23 @@ CANDIDATES = {
             "zero-forward",
             "tensorplay ZeRO, elements, gathered in forward",
             "tensorplay",
-            _tensorplay_gathered_in_forward,
+            _tensorplay_gathered_in_forward(),
+            is_exact=False,
+            tolerance=NORM_TOLERANCE,
+        ),
+        Candidate(
+            "zero-backward",
+            "tensorplay ZeRO, elements, reduced in backward",
+            "tensorplay",
+            _tensorplay_sharded(partition="elements", overlap_with_backward=True),
+            is_exact=False,
+            tolerance=NORM_TOLERANCE,
+        ),
+        Candidate(
+            "zero-both",
+            "tensorplay ZeRO, elements, reduced in backward, gathered in forward",
+            "tensorplay",
+            _tensorplay_gathered_in_forward(overlap_with_backward=True),
             is_exact=False,
             tolerance=NORM_TOLERANCE,
         ),

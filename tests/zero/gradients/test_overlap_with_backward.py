@@ -74,7 +74,7 @@ def test_passes_end_with_the_same_gradients(
     run(3, _overlapping, function, *args)
 
 
-def _order_of_events() -> list[str]:
+def _order_of_events(num_under_way: int) -> list[str]:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(400, 400, bias=False) for _ in range(4)))
     events: list[str] = []
@@ -88,6 +88,7 @@ def _order_of_events() -> list[str]:
         layers.parameters(), torch.optim.SGD, shard_gradients=True, overlap_with_backward=True, lr=1
     )
     reducer: Any = optimizer._gradients
+    reducer._schedule._capacity_bytes = num_under_way * layers[0].weight.nbytes // 2
     launch, finish = reducer.launch, reducer.finish
 
     def noting_launch(bucket: Any) -> Any:
@@ -108,12 +109,56 @@ def _number_in(layout: BucketLayout) -> int:
 
 
 def test_a_bucket_is_sent_before_the_next_gradient_is_computed(run: Run) -> None:
-    for events in run(2, _order_of_events):
+    for events in run(2, _order_of_events, 1):
         assert events == [
             *("gradient 3", "send 3", "gradient 2", "send 2", "average 3"),
             *("gradient 1", "send 1", "average 2", "gradient 0", "send 0", "average 1"),
             "average 0",
         ]
+
+
+def test_small_buckets_are_not_awaited_before_backward_ends(run: Run) -> None:
+    sent = [f"{what} {number}" for number in (3, 2, 1, 0) for what in ("gradient", "send")]
+    for events in run(2, _order_of_events, 4):
+        assert events == [*sent, *(f"average {number}" for number in (3, 2, 1, 0))]
+
+
+def _order_of_buckets() -> tuple[list[int], list[tuple[int, ...]]]:
+    """The first parameter of each bucket as it is sent, and how much of it each rank owns."""
+    layers = nn.Sequential(*(nn.Linear(800, 800) for _ in range(4)))
+    optimizer = ZeroRedundancyOptimizer(
+        layers.parameters(),
+        torch.optim.SGD,
+        shard_gradients=True,
+        overlap_with_backward=True,
+        partition="elements",
+        lr=1,
+    )
+    reducer: Any = optimizer._gradients
+    launch, sent = reducer.launch, []
+
+    def noting_launch(bucket: Any) -> Any:
+        sent.append(bucket.layout)
+        return launch(bucket)
+
+    reducer.launch = noting_launch
+    layers(torch.ones(2, 800)).sum().backward()
+    return [_number_in(layout) for layout in sent], [layout.loads for layout in sent]
+
+
+def test_what_is_complete_last_is_sent_last_and_both_directions_of_a_link_are_used(
+    run: Run,
+) -> None:
+    for numbers, loads in run(2, _order_of_buckets):
+        assert numbers == [
+            6,
+            4,
+            2,
+            7,
+            0,
+        ]  # the biases are one bucket, which needs the first layer's
+        for first, second in loads:
+            assert 0.8 < first / second < 1.25
 
 
 def _sparse(sizes: Sequence[int]) -> None:

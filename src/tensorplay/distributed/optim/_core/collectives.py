@@ -26,6 +26,7 @@ otherwise. Payloads that aren't reduced travel as bytes, so that every dtype wor
 
 import copy
 import ctypes
+import math
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
@@ -123,6 +124,9 @@ class Communicator(Protocol):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload by group rank, of any lengths; blocks the host."""
 
+    def room_nbytes(self) -> float:
+        """How much a rank should have under way at a time, so that it finds room; maybe infinite."""
+
     def awaited_in_any_order(self) -> "Communicator":
         """The same verbs, where no rank's waiting depends on whether another waits yet, or for what.
 
@@ -213,6 +217,10 @@ class GroupCommunicator:
         device_type = next(iter(self._backends))
         index = torch.get_device_module(device_type).current_device()
         return torch.device(device_type, index)
+
+    def room_nbytes(self) -> float:
+        """See :class:`Communicator`."""
+        return math.inf if self._on_host is None else self._on_host.room_nbytes()
 
     def awaited_in_any_order(self) -> "GroupCommunicator":
         """See :class:`Communicator`."""

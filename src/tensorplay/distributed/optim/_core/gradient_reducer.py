@@ -17,7 +17,6 @@ Note [Unused parameters]
 import itertools
 import operator
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -59,11 +58,8 @@ from tensorplay.distributed.optim._core.reduction_schedule import (
 from tensorplay.distributed.optim._core.sentinels import Sentinels
 from tensorplay.distributed.optim._core.step_schedule import Stage, StepInBackward
 from tensorplay.distributed.optim._core.tagged_json import Json
-from tensorplay.distributed.optim._core.transfers import Transfer
+from tensorplay.distributed.optim._core.transfers import InFlight, Transfer, loads_of
 from tensorplay.distributed.optim._core.usage import Usage
-
-NUM_IN_FLIGHT = 2
-"""Exchanges under way at a time, if they are large."""
 
 LEAST_KEPT_BYTES = 16 * 1024 * 1024
 """Smaller pieces of memory are kept by the C library."""
@@ -218,7 +214,7 @@ class GradientReducer:
         me = weakref.proxy(self)
         if self._stage is not None:
             return StepInBackward(me, self._stage, self._capacity_bytes, early=during_backward)
-        return DuringBackward(me, NUM_IN_FLIGHT) if during_backward else AfterBackward(me)
+        return DuringBackward(me, self._capacity_bytes) if during_backward else AfterBackward(me)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -262,10 +258,15 @@ class GradientReducer:
             self.forget()  # somebody has zeroed them, who couldn't see what was set aside
         self._disarm()
         self._schedule.abandon()
+        self._put_back()
 
     def _disarm(self) -> None:
         for bucket in self.buckets:
             bucket.disarm_()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """Shows averages again that were set aside for gradients that haven't come."""
         for index in [index for index in self._set_aside if self.parameters[index].grad is None]:
             self.parameters[index].grad = self._set_aside.pop(index)
 
@@ -484,18 +485,16 @@ class GradientReducer:
 
     def _transfers(self, used: set[int]) -> Iterator[Transfer]:
         """Launches exchanges, and yields them in order, while the next are under way."""
-        in_flight: deque[Transfer] = deque()
+        in_flight = InFlight(self._capacity_bytes)
         buckets = [
             bucket for bucket in self.buckets if not used.isdisjoint(self._indices_of[bucket])
         ]
         for transfer in self._launch_all(buckets):
             in_flight.append(transfer)
-            while (
-                len(in_flight) >= NUM_IN_FLIGHT
-                and sum(each.nbytes for each in in_flight) > self._capacity_bytes
-            ):
+            while in_flight.is_full:
                 yield in_flight.popleft()
-        yield from in_flight
+        while in_flight:
+            yield in_flight.popleft()
 
     def _launch_all(self, buckets: Iterable[GradientBucket]) -> Iterator[Transfer]:
         """Launches exchanges of several buckets in turn."""
@@ -576,7 +575,7 @@ class GradientReducer:
                 local[start:end] if start < end else None,
                 lent,
                 result,
-                max(sum(lengths), num_peers * max(lengths)) * layout.dtype.itemsize,
+                loads_of(lengths, layout.dtype.itemsize),
                 is_last=number == len(rounds) - 1,
             )
 

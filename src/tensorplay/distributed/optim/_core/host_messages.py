@@ -5,6 +5,7 @@ either order. What finds no room in memory is sent by the backend, after its tic
 been read, perhaps later than what was sent after it, and so has a tag of its own.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -12,13 +13,16 @@ import torch
 import torch.distributed as dist
 
 from tensorplay.distributed.optim._core.host_links import Channel
-from tensorplay.distributed.optim._core.host_memory import Ticket
+from tensorplay.distributed.optim._core.host_memory import ARENA_BYTES, Ticket
 from tensorplay.distributed.optim._core.host_peers import HostPeers
 from tensorplay.distributed.optim._core.ranks import GroupMembers, GroupRank
 from tensorplay.distributed.optim._core.works import Launched, Works
 
 PIECE_BYTES = 4 * 1024 * 1024
 """What is larger is sent in pieces, so that one is read while the next is written."""
+
+ROOM_BYTES = ARENA_BYTES * 2 // 3
+"""Of messages that a rank may send before any is read, so that they find room."""
 
 _NO_ROOM = -1
 
@@ -59,6 +63,10 @@ class HostMessages:
     def reach_all(self) -> bool:
         """Whether all ranks of the group run on this host."""
         return len(self._links.ranks) == self._members.world_size - 1
+
+    def room_nbytes(self) -> float:
+        """How much finds room at a time beside what is being read."""
+        return ROOM_BYTES if self._links.ranks else math.inf
 
     def send(self, payload: torch.Tensor, targets: Sequence[GroupRank]) -> list[Launched]:
         """Sends the same ``(nbytes,)`` bytes to several ranks; returns what is still to be awaited."""

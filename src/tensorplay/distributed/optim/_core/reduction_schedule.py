@@ -5,22 +5,22 @@ there. Where it takes the one that computes, as between processes that share the
 nothing is gained, and everything is simpler afterwards.
 
 Note [Order of buckets]
-    Ranks may finish their buckets in different orders. They are launched in the order of the plan:
-    one that is ready waits for those before it.
+    Ranks may finish their buckets in different orders. They are launched in the order in which they
+    should be complete, if backward goes from the parameter registered last to the first: one that
+    is ready waits for those before it.
 
 Note [Late gradients]
     Reentrant checkpointing may give a parameter a second gradient after its bucket has been sent.
     It waits until the others are there, and is reduced by itself.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from tensorplay.distributed.optim._core.gradient_buckets import GradientBucket
-from tensorplay.distributed.optim._core.transfers import Transfer
+from tensorplay.distributed.optim._core.transfers import InFlight, Transfer
 
 
 class Reductions(Protocol):
@@ -107,28 +107,29 @@ class DuringBackward:
 
     Args:
         reductions: does the work.
-        num_in_flight: exchanges under way at a time.
+        capacity_bytes: how much a rank receives at a time.
     """
 
     hears_ready = True
 
-    def __init__(self, reductions: Reductions, num_in_flight: int) -> None:
+    def __init__(self, reductions: Reductions, capacity_bytes: int) -> None:
         self._reductions = reductions
-        self._num_in_flight = num_in_flight
+        self._capacity_bytes = capacity_bytes
         self._is_open = False
 
     def begin(self, *, syncs: bool) -> None:
         """See :class:`Schedule`."""
         self._is_open = syncs
         self._is_settled = False
-        self._order = [b for b in self._reductions.buckets if b.layout.trainable]
+        trainable = [b for b in self._reductions.buckets if b.layout.trainable]
+        self._order = sorted(trainable, key=_last_parameter, reverse=True)
         self._missing = [{slot.parameter for slot in b.layout.slots} for b in self._order]
         self._bucket_of = {
             index: number for number, members in enumerate(self._missing) for index in members
         }
         self._num_launched = 0
         self._has: dict[int, bool] = {}
-        self._in_flight: deque[Transfer] = deque()
+        self._in_flight = InFlight(self._capacity_bytes)
         self._complete: list[Transfer] = []
         self._finite: list[torch.Tensor | None] = []
 
@@ -154,6 +155,7 @@ class DuringBackward:
     def abandon(self) -> None:
         """Takes part to the end in what has been begun: other ranks wait for it."""
         if self._is_open and self._is_settled:
+            self._reductions.set_averages_aside()
             self._complete_round({}, was_aborted=True)
         self._is_open = False
 
@@ -197,7 +199,7 @@ class DuringBackward:
                     parameters[index].grad = None
                 is_detached = True
             self._in_flight.append(transfer)
-            if len(self._in_flight) >= self._num_in_flight:
+            while self._in_flight.is_full:
                 self._finish_oldest()
 
     def _finish_oldest(self) -> None:
@@ -205,3 +207,8 @@ class DuringBackward:
         self._finite.append(self._reductions.finish(transfer))
         if transfer.is_last:
             self._complete.append(transfer)
+
+
+def _last_parameter(bucket: GradientBucket) -> int:
+    """The one whose gradient is expected last."""
+    return min(slot.parameter for slot in bucket.layout.slots)

@@ -68,10 +68,14 @@ class ForwardGather:
         if frozen:
             numbers += self._buckets.numbers(trainable=False)
         communicator = communicator.awaited_in_any_order()  # it is the user's forward that waits
-        for number in reversed(numbers):
+        for number in sorted(numbers, key=self._first_parameter):
             self._pending[number] = self._buckets.launch(number, communicator)
         known = {p for module in self._hooked for p in _own_parameters(module)}
         self._await({n for p, n in self._bucket_of.items() if p not in known})
+
+    def _first_parameter(self, number: int) -> int:
+        """The one of a bucket that forward needs first, if it goes by order of registration."""
+        return min(slot.parameter for slot in self._buckets.buckets[number].layout.slots)
 
     def wait(self) -> None:
         """Waits for all. No communication is begun."""

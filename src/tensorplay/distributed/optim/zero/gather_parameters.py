@@ -9,6 +9,7 @@ that packing one overlaps with sending the other.
 
 import functools
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,9 +30,6 @@ from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim.zero.step_stages import plan_stages
 
 NUM_STAGING_BUFFERS = 2
-
-UNDER_WAY_BYTES = 32 * 1024 * 1024
-"""Of buckets that are gathered at a time, if they are smaller."""
 
 
 class ParameterBucket(Protocol):
@@ -251,11 +249,12 @@ class ParameterBuckets:
             CommunicationError: if the backend fails or times out, naming bucket and rank.
         """
         under_way: deque[tuple[int, Waitable]] = deque()
-        nbytes = 0
+        nbytes, room = [0] * communicator.members.world_size, communicator.room_nbytes()
         for number in itertools.chain.from_iterable(self.stages(trainable)):
-            nbytes += self.buckets[number].layout.nbytes
-            while under_way and nbytes > UNDER_WAY_BYTES:
-                nbytes -= self.buckets[under_way[0][0]].layout.nbytes
+            nbytes = list(map(operator.add, nbytes, self.buckets[number].layout.loads))
+            while under_way and max(nbytes) > room:
+                arrived = self.buckets[under_way[0][0]].layout.loads
+                nbytes = list(map(operator.sub, nbytes, arrived))
                 self.finish(*under_way.popleft())
             under_way.append((number, self.launch(number, communicator)))
         self.finish_all(under_way)

@@ -278,6 +278,7 @@ class ReducedToOwners(GradientReducer):
         how: dict[str, Json] = {
             "shard_gradients": True,
             "overlap_with_ddp": self._stage is not None,
+            "overlap_with_backward": bool(self._during_backward),
         }
         if self._module is None:
             return {**how, "module": None}

@@ -121,8 +121,9 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
         overlap_with_backward: with ``shard_gradients=True``: whether gradients are sent while
             backward goes on, bucket by bucket, instead of when it has ended, and updated parameters
             while others are stepped. By default they are where parameters are on an accelerator; on
-            CPUs that communicate and compute with the same cores nothing is gained. Hooks of yours
-            that are called after a gradient has been accumulated may then find ``None``.
+            CPUs that communicate and compute with the same cores nothing is gained, but between
+            hosts with slow links it is, with ``partition="elements"``. Hooks of yours that are called
+            after a gradient has been accumulated may then find ``None``.
         overlap_with_forward: with ``module=``: :meth:`step` doesn't wait for the updated parameters of
             other ranks; the next forward does, module by module, as does whatever reads or loads
             ``module.state_dict()``. Before anything else reads parameters (an EMA, ``deepcopy``, a
@@ -230,6 +231,7 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
             resident=self.parameters_as_bucket_view,
             overlaps_step=bool(overlap_with_ddp),
             shares_buckets=self._stage is not None,
+            sends_in_backward=bool(overlap_with_backward),
         )
         self._sharded = sharded = ShardedParameters(self._communicator, self._policy)
         self._local = LocalGroups(sharded, self._communicator.members.group_rank)

@@ -51,7 +51,6 @@ from tensorplay.distributed.optim._core.local_shard import (
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim.zero.gather_parameters import (
-    UNDER_WAY_BYTES,
     ParameterBucket,
     ParameterBuckets,
     ResidentStretch,
@@ -326,12 +325,13 @@ class OverlappedStep:
     def _gather(self, indices: tuple[int, ...]) -> None:
         """Launches the gather of these parameters."""
         parameters = [self._parameters[index] for index in indices]
+        room = self._communicator.room_nbytes()
         # Note [Weights that backward still needs]
         torch.autograd.graph.increment_version(parameters)
         self._updated.extend(parameters)
         for bucket in self._buckets_of(indices):
             nbytes = bucket.layout.nbytes
-            while self._gathers and nbytes + sum(n for n, _ in self._gathers) > UNDER_WAY_BYTES:
+            while self._gathers and nbytes + sum(n for n, _ in self._gathers) > room:
                 self._wait_for_oldest_gather()
             self._gathers.append((nbytes, bucket.launch(self._communicator)))
 

@@ -106,6 +106,7 @@ class ShardedParameters:
             flat=flat,
             in_parts=in_parts,
             steps_in_backward=self._policy.shares_buckets,
+            sends_in_backward=self._policy.sends_in_backward,
             before=before,
         )
         if isinstance(optimizer_class, type):  # a function that makes one is looked at later

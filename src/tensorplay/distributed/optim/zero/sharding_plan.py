@@ -30,6 +30,10 @@ from tensorplay.distributed.optim._core.ranks import GroupRank
 CAPACITY_BYTES = 25 * 1024 * 1024
 """Of a bucket at most: the same as DDP's, large enough to fill any link."""
 
+RUN_BYTES = 3 * 512 * 1024
+"""Of a bucket that is sent in backward, about what each rank owns: with long runs of one owner's
+gradients a link would carry one direction at a time."""
+
 STEPPED_CAPACITY_BYTES = CAPACITY_BYTES // 2
 """Of a bucket that is stepped during backward: while one fills, others are reduced and received."""
 
@@ -116,6 +120,7 @@ class ShardingPlan:
         flat: Collection[int] = (),
         in_parts: Collection[int] = (),
         steps_in_backward: bool = False,
+        sends_in_backward: bool = False,
         before: "ShardingPlan | None" = None,
     ) -> "ShardingPlan":
         """Plans for ``parameters``, which begin with those of ``before``; these stay as they are.
@@ -128,6 +133,7 @@ class ShardingPlan:
             in_parts: those of them that are to be cut at any element, if they can be.
             steps_in_backward: whether each bucket is reduced, stepped and gathered by itself, so
                 that gradients and parameters have the same ones.
+            sends_in_backward: whether gradients are reduced while backward goes on.
             before: an earlier plan of the first parameters.
 
         Raises:
@@ -175,8 +181,13 @@ class ShardingPlan:
         gradient_layouts = layout_buckets(
             whole, owners, num_ranks, CAPACITY_BYTES, alone_bytes=ALONE_BYTES
         )
+        alternates = sends_in_backward and all(spec.device.type == "cpu" for spec in added)
         flat_layouts, flat_gradient_layouts = _lay_out_flat(
-            [spec for spec in added if spec.index in flat], in_parts, partition, num_ranks
+            [spec for spec in added if spec.index in flat],
+            in_parts,
+            partition,
+            num_ranks,
+            min(CAPACITY_BYTES, num_ranks * RUN_BYTES) if alternates else CAPACITY_BYTES,
         )
         return cls(
             specs,
@@ -206,12 +217,14 @@ def _lay_out_flat(
     in_parts: Collection[int],
     partition: WholePartition,
     num_ranks: int,
+    cut_capacity: int,
 ) -> tuple[tuple[BucketLayout, ...], tuple[BucketLayout, ...]]:
     """The buckets of parameters, and those of their gradients, cut alike."""
     layouts: list[BucketLayout] = []
     gradient_layouts: list[BucketLayout] = []
     for is_cut in (False, True):
         owners = [GroupRank(0) if is_cut else owner for owner in partition.owners]
+        capacity = cut_capacity if is_cut else CAPACITY_BYTES
         for large in (False, True):
             members = [
                 spec
@@ -222,8 +235,8 @@ def _lay_out_flat(
                 members,
                 [owners[spec.index] for spec in members],
                 num_ranks,
-                CAPACITY_BYTES,
-                resident_capacity_bytes=CAPACITY_BYTES,
+                capacity,
+                resident_capacity_bytes=capacity,
             )
             if is_cut:
                 planned = tuple(cut_evenly(layout, num_ranks) for layout in planned)

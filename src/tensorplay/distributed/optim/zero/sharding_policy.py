@@ -23,6 +23,7 @@ class ShardingPolicy:
         resident: whether parameters that can are to live in buckets.
         overlaps_step: whether parameters are stepped during backward.
         shares_buckets: whether gradients and parameters then have the same buckets.
+        sends_in_backward: whether gradients are to be reduced while backward goes on.
     """
 
     partition: str
@@ -31,6 +32,7 @@ class ShardingPolicy:
     resident: bool
     overlaps_step: bool
     shares_buckets: bool
+    sends_in_backward: bool
 
     def take_from(self, group: dict[str, Any]) -> str:
         """Takes a group's own choice out of it, or the optimizer's.
