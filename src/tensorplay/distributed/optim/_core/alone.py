@@ -2,6 +2,7 @@
 
 # ruff: noqa: ARG002 - the protocol has the arguments
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -100,6 +101,10 @@ class Alone:
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """See :class:`Communicator`."""
         return [payload]
+
+    def room_nbytes(self) -> float:
+        """Any: nothing travels."""
+        return math.inf
 
     def awaited_in_any_order(self) -> "Alone":
         """Nobody is waited for."""

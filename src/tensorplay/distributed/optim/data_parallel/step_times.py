@@ -253,6 +253,10 @@ class TimedCommunicator:
         with self._blocking():
             return self._communicator.all_gather_bytes(payload)
 
+    def room_nbytes(self) -> float:
+        """See :class:`Communicator`."""
+        return self._communicator.room_nbytes()
+
     def awaited_in_any_order(self) -> "TimedCommunicator":
         """See :class:`Communicator`."""
         return TimedCommunicator(self._communicator.awaited_in_any_order(), self._times)
