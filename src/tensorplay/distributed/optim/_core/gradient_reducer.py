@@ -384,6 +384,13 @@ class GradientReducer:
         described = {**self._describe_passes(), **(description or {})}
         self._agreement.settle("backward", described, error)
 
+    def settle_used(self, description: dict[str, Json], error: Exception | None) -> set[int]:
+        """See :class:`StepInBackward`."""
+        self._has_unreduced_passes = False
+        self._adds_up = bool(self._set_aside)
+        kinds = self._agree_on_kinds("backward", description, error)
+        return {index for index, kind in kinds.items() if kind}
+
     def settle_end(self, has: dict[int, bool], *, was_aborted: bool, is_late: bool) -> set[int]:
         """See :class:`Reductions`."""
         has = {
@@ -450,15 +457,20 @@ class GradientReducer:
         """The parameters of which some rank has a gradient (Note [Unused parameters])."""
         return {index for index, kind in self._agree_on_kinds(call).items() if kind}
 
-    def _agree_on_kinds(self, call: str) -> dict[int, int]:
+    def _agree_on_kinds(
+        self,
+        call: str,
+        description: dict[str, Json] | None = None,
+        error: Exception | None = None,
+    ) -> dict[int, int]:
         """The largest of :meth:`_kinds_of` each parameter's gradients on all ranks."""
-        description = self._describe_passes()
+        described = {**self._describe_passes(), **(description or {})}
         kinds = self._kinds_of(list(map(_grad_of, self._watched)))
         has = dict(zip(self._reduced_by_default, kinds, strict=True))
         unusual = self._agreement.settle(
             call,
-            description,
-            self.find_unreducible(),
+            described,
+            error or self.find_unreducible(),
             flag=int(has != self._reduced_by_default),
         )
         return self._kinds_anywhere(has, unusual=bool(unusual))
@@ -498,7 +510,7 @@ class GradientReducer:
 
     def _launch_all(self, buckets: Iterable[GradientBucket]) -> Iterator[Transfer]:
         """Launches exchanges of several buckets in turn."""
-        launching = [(bucket.layout, self.launch(bucket, ROUND_BYTES)) for bucket in buckets]
+        launching = [(bucket.layout, self.launch(bucket)) for bucket in buckets]
         rounds = [
             (transfers, [end - start for start, end in extents])
             for layout, transfers in launching
@@ -517,7 +529,9 @@ class GradientReducer:
             nbytes = min(nbytes, max(round_nbytes // num_peers, LEAST_MESSAGE_BYTES))
         return extents_in_rounds(layout.cuts, max(1, nbytes // layout.dtype.itemsize))
 
-    def launch(self, bucket: GradientBucket, round_nbytes: int | None = None) -> Iterator[Transfer]:
+    def launch(
+        self, bucket: GradientBucket, round_nbytes: int | None = ROUND_BYTES
+    ) -> Iterator[Transfer]:
         """See :class:`Reductions`.
 
         Args:

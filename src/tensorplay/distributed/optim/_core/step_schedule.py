@@ -10,6 +10,7 @@ Note [Stages of a bucket]
 Note [Order of steps]
     A bucket takes its place where its last gradient is expected: first by order of registration,
     later as the first backward passes of rank 0 went, so that none waits long for one before it.
+    Where all begins when backward has ended, owners take turns, so that all have something to do.
 
 Note [Second gradients]
     A bucket can't be stepped twice. Inside a nested backward (reentrant checkpointing) a gradient
@@ -21,9 +22,12 @@ Note [Stopping]
     When something goes wrong on one rank, the others wait for what it was to send. So it sends, but
     marked as unusable; nobody steps such a bucket, and when backward ends all ranks raise. What was
     stepped before stays stepped, alike on every rank; but where every rank steps for itself, a
-    bucket whose step has failed on one of them isn't the same on all.
+    bucket whose step has failed on one of them isn't the same on all. Where only owners step, and
+    all begins when the last gradient has been computed, ranks tell each other at once which
+    gradients there are; then the others step what they own also after one has failed.
 """
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,8 +38,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tensorplay.distributed.optim._core.agreement import PeerError, RankDisagreementError
+from tensorplay.distributed.optim._core.bucket_layout import BucketLayout, take_turns
 from tensorplay.distributed.optim._core.collectives import CommunicationError, Waitable
-from tensorplay.distributed.optim._core.gradient_buckets import GradientBucket
+from tensorplay.distributed.optim._core.gradient_buckets import GradientBucket, assign
 from tensorplay.distributed.optim._core.nested_backward import is_nested
 from tensorplay.distributed.optim._core.tagged_json import Json
 from tensorplay.distributed.optim._core.transfers import Transfer
@@ -47,7 +52,7 @@ NUM_SENT = 3
 NUM_GATHERED = 2
 """Gathers under way at a time."""
 
-STEPPED_BYTES = 4 * 1024 * 1024
+STEPPED_BYTES = 12 * 1024 * 1024
 """Of buckets that are stepped together, if all begins when the last gradient has been computed."""
 
 NUM_ORDERS = 3
@@ -98,6 +103,9 @@ class Reductions(Protocol):
     def settle_start(self, description: dict[str, Json], error: Exception | None) -> None:
         """Settles with all ranks that the reduction of a pass begins."""
 
+    def settle_used(self, description: dict[str, Json], error: Exception | None) -> set[int]:
+        """The same when all gradients are there; returns which parameters some rank has one of."""
+
     def settle_steps(self, error: Exception | None, *, was_aborted: bool, flag: int) -> int:
         """Settles how it ended; returns the largest ``flag``."""
 
@@ -127,21 +135,15 @@ class _Sent(NamedTuple):
 
     number: int
     transfer: Transfer
-    usage: Usage
+    usage: Usage | None
+    """Tells which parameters are used; ``None`` where that is known."""
+    received_nbytes: int
+    """What is received of the bucket, where that's the most: the same on every rank."""
 
-    def nbytes(self, capacity_bytes: int) -> int:
-        """Of a rank's gradients and of what is received, where that's the most.
-
-        It decides when the next gather is launched, and so must be the same on every rank.
-        """
-        return self.transfer.bucket.layout.nbytes + self.received_nbytes(capacity_bytes)
-
-    def received_nbytes(self, capacity_bytes: int) -> int:
-        """What is received of a bucket, where that's the most; likewise."""
-        layout = self.transfer.bucket.layout
-        longest = max(end - start for start, end in pairwise(layout.cuts))
-        num_peers = len(layout.cuts) - 2
-        return min(longest * num_peers * layout.dtype.itemsize, capacity_bytes)
+    @property
+    def nbytes(self) -> int:
+        """Of a rank's gradients and of what is received; likewise."""
+        return self.transfer.bucket.layout.nbytes + self.received_nbytes
 
 
 class _Gathered(NamedTuple):
@@ -185,6 +187,9 @@ class StepInBackward:
         if len(self._order) != len(planned):  # first, or parameters were added
             last = {n: min(slot.parameter for slot in buckets[n].layout.slots) for n in planned}
             self._order = sorted(planned, key=last.__getitem__, reverse=True)
+            if not self.hears_ready:
+                turns = take_turns([buckets[number].layout.loads for number in self._order])
+                self._order = [self._order[place] for place in turns]
             self._num_orders = 0
         self._missing = {
             number: {slot.parameter for slot in buckets[number].layout.slots} for number in planned
@@ -200,6 +205,7 @@ class StepInBackward:
         self._nested_tasks: dict[int, bool] = {}
         self._error: Exception | None = None
         self._is_stopped = False
+        self._used: set[int] | None = None
         self._sent: deque[_Sent] = deque()
         self._averaged: list[tuple[int, Transfer, set[int]]] = []
         self._gathered: deque[_Gathered] = deque()
@@ -257,7 +263,9 @@ class StepInBackward:
                 self._launch_next()
             self._finish_all()
             self._step_empty()
-            error = self._error or self._reductions.find_unreducible()
+            error = self._error
+            if error is None and self._used is None:  # else all ranks know
+                error = self._reductions.find_unreducible()
             wish = self._wish()
             agreed = self._reductions.settle_steps(error, was_aborted=was_aborted, flag=wish)
             if was_aborted:
@@ -302,7 +310,11 @@ class StepInBackward:
         if not self._is_settled:
             self._reductions.before_backward_reduces()
             problem = self._stage.find_problem()
-            self._reductions.settle_start({} if problem else self._stage.describe(), problem)
+            description = {} if problem else self._stage.describe()
+            if self.hears_ready or self._stage.steps_everywhere:
+                self._reductions.settle_start(description, problem)
+            else:
+                self._used = self._reductions.settle_used(description, problem)
             self._stage.begin()
             self._is_settled = True
 
@@ -319,18 +331,22 @@ class StepInBackward:
 
     def _launch(self, number: int) -> None:
         bucket, parameters = self._reductions.buckets[number], self._reductions.parameters
-        members = [slot.parameter for slot in bucket.layout.slots]
-        for index in members:
-            gradient = parameters[index].grad
-            if gradient is not None and gradient.layout is not torch.strided:
-                parameters[index].grad = None  # find_unreducible() tells
-                self._is_stopped = True
-        has = [parameters[index].grad is not None for index in members]
-        usage = self._reductions.exchange_usage(bucket, has, stopped=self._is_stopped)
+        members = [parameters[slot.parameter] for slot in bucket.layout.slots]
+        usage = None
+        if self._used is None:
+            for parameter in members:
+                gradient = parameter.grad
+                if gradient is not None and gradient.layout is not torch.strided:
+                    parameter.grad = None  # find_unreducible() tells
+                    self._is_stopped = True
+            has = [parameter.grad is not None for parameter in members]
+            usage = self._reductions.exchange_usage(bucket, has, stopped=self._is_stopped)
+        received = _received_nbytes(bucket.layout, self._capacity_bytes)
         for transfer in self._reductions.launch(bucket):
-            for index in members:
-                parameters[index].grad = None
-            self._sent.append(_Sent(number, transfer, usage))
+            if members:
+                assign(members, "grad", itertools.repeat(None))
+                members = []
+            self._sent.append(_Sent(number, transfer, usage, received))
             while len(self._sent) > 1 and self._is_crowded():
                 self._finish_oldest()
         while self._sent and self._is_crowded():
@@ -340,11 +356,11 @@ class StepInBackward:
 
     def _is_crowded(self) -> bool:
         if not self.hears_ready:  # all gradients are there anyway
-            received = sum(each.received_nbytes(self._capacity_bytes) for each in self._sent)
+            received = sum(each.received_nbytes for each in self._sent)
             return received > 2 * self._capacity_bytes
         if len(self._sent) > NUM_SENT:
             return True
-        under_way = sum(each.nbytes(self._capacity_bytes) for each in self._sent)
+        under_way = sum(each.nbytes for each in self._sent)
         under_way += sum(each.nbytes for each in self._gathered)
         return under_way > self._capacity_bytes
 
@@ -356,20 +372,26 @@ class StepInBackward:
             self._complete_oldest()
 
     def _finish_oldest(self) -> None:
-        number, transfer, usage = self._sent.popleft()
+        number, transfer, usage, _ = self._sent.popleft()
         self._reductions.finish(transfer)
         if not transfer.is_last:
             return
-        slots = transfer.bucket.layout.slots
-        with _named("learning which parameters are used", transfer.bucket):
-            told = usage.wait()
-        used: set[int] = set()
-        if told is not None:
-            used = {slot.parameter for slot, is_used in zip(slots, told, strict=True) if is_used}
+        used = self._used_in(transfer.bucket, usage)
         self._averaged.append((number, transfer, used))
         nbytes = sum(each.bucket.layout.nbytes for _, each, _ in self._averaged)
         if self.hears_ready or nbytes >= STEPPED_BYTES:
             self._step_averaged()
+
+    def _used_in(self, bucket: GradientBucket, usage: Usage | None) -> set[int]:
+        """Which parameters of a bucket some rank has gradients of, if it's to be stepped."""
+        if usage is None:
+            return self._used or set()
+        slots = bucket.layout.slots
+        with _named("learning which parameters are used", bucket):
+            told = usage.wait()
+        if told is None:
+            return set()
+        return {slot.parameter for slot, is_used in zip(slots, told, strict=True) if is_used}
 
     def _step_averaged(self) -> None:
         averaged, self._averaged = self._averaged, []
@@ -391,7 +413,7 @@ class StepInBackward:
         if self.hears_ready:
             return len(self._gathered) > NUM_GATHERED
         nbytes = sum(each.bucket.layout.nbytes for each in self._gathered)
-        return nbytes > 2 * self._capacity_bytes
+        return nbytes > self._capacity_bytes  # with what is sent, it finds room in shared memory
 
     def _complete_oldest(self) -> None:
         bucket, gathering, _ = self._gathered.popleft()
@@ -419,8 +441,7 @@ class StepInBackward:
         return len(self._launched) < len(self._order)
 
     def _drop_gradients(self) -> None:
-        for parameter in self._reductions.parameters:
-            parameter.grad = None
+        assign(self._reductions.parameters, "grad", itertools.repeat(None))
 
     def _in_nested(self) -> bool:
         task = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
@@ -439,6 +460,12 @@ class StepInBackward:
 
 
 _HAS_NEW_ORDER, _HAS_THAWED = 1, 2
+
+
+def _received_nbytes(layout: BucketLayout, capacity_bytes: int) -> int:
+    longest = max(end - start for start, end in pairwise(layout.cuts))
+    num_peers = len(layout.cuts) - 2
+    return min(longest * num_peers * layout.dtype.itemsize, capacity_bytes)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import nn
 from tensorplay.distributed.optim._core.agreement import Agreement
 from tensorplay.distributed.optim._core.bucket_layout import BucketLayout
 from tensorplay.distributed.optim._core.collectives import Communicator
-from tensorplay.distributed.optim._core.gradient_reducer import GradientReducer
+from tensorplay.distributed.optim._core.gradient_reducer import NUM_KEPT, GradientReducer
 from tensorplay.distributed.optim._core.local_shard import is_dtensor
 from tensorplay.distributed.optim._core.partial_gradient import PartialGradient
 from tensorplay.distributed.optim._core.partition import IN_PARTS
@@ -265,6 +265,7 @@ class ReducedToOwners(GradientReducer):
             agreement,
             CAPACITY_BYTES if stage is None else STEPPED_CAPACITY_BYTES,
             during_backward=during_backward,
+            num_kept=NUM_KEPT if stage is None else NUM_KEPT * 2,  # of half the size
             stage=stage,
         )
         self._announce = announce

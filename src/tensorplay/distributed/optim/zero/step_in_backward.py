@@ -4,6 +4,7 @@ Each bucket is reduced to its owners; an owner steps what it owns of it and free
 the bucket's parameters are gathered at once. So a bucket of parameters is one of gradients too.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.autograd.graph import increment_version
 from tensorplay.distributed.optim._core.bucket_step import BucketStepper
 from tensorplay.distributed.optim._core.collectives import Communicator, Waitable
 from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
+from tensorplay.distributed.optim._core.gradient_buckets import assign
 from tensorplay.distributed.optim._core.parameter_checks import describe_options
 from tensorplay.distributed.optim._core.ranks import GroupRank
 from tensorplay.distributed.optim._core.tagged_json import Json
@@ -90,10 +92,12 @@ class StepAndGather:
             if transfer.result is None:
                 continue
             start = transfer.bucket.layout.cuts[self._communicator.members.group_rank]
-            for index, gradient in transfer.bucket.views(transfer.result, start).items():
-                if index in used:
-                    self._parameters[index].grad = gradient
-                    owned.append(self._parameters[index])
+            gradients = transfer.bucket.views(transfer.result, start)
+            if not used.issuperset(gradients):
+                gradients = {index: each for index, each in gradients.items() if index in used}
+            stepped = list(map(self._parameters.__getitem__, gradients))
+            assign(stepped, "grad", gradients.values())
+            owned += stepped
         self._step(owned)
 
     def step_empty(self, parameters: list[torch.Tensor]) -> None:
@@ -108,8 +112,7 @@ class StepAndGather:
             self._stepper.step(parameters)
         finally:
             misfit = storages.restore_()
-            for parameter in parameters:
-                parameter.grad = None
+            assign(parameters, "grad", itertools.repeat(None))
         if misfit is not None:
             raise RuntimeError(
                 f"the step gave a parameter of shape {tuple(misfit.shape)} another shape, dtype or "
