@@ -127,6 +127,8 @@ class GradientReducer:
         self._adds_up = False
         self._has_more = False
         self._is_unfinished = False
+        self._holds_no_averages = False
+        """Whether the running pass has set all aside, so that nobody need look again at its end."""
         self._counted_from = (0, 0)
         self.backward_pass = BackwardPass(self)
         self._during_backward = during_backward
@@ -231,6 +233,7 @@ class GradientReducer:
         self._count_from(self.backward_pass.num_begun - 1)
         self._drop_cleared()
         self.set_averages_aside()
+        self._holds_no_averages = True
         for bucket in self.buckets:
             if bucket.layout.trainable:
                 bucket.arm_()
@@ -250,12 +253,14 @@ class GradientReducer:
             self._schedule.end()
         else:
             self._has_unreduced_passes = True
+        self._holds_no_averages = False
 
     def abandon(self) -> None:
         """See :class:`BackwardObserver`."""
         gradients = [parameter.grad for parameter in self.parameters]
         if not any(self._is_own(gradient) and _has_values(gradient) for gradient in gradients):  # type: ignore[arg-type] # None is no own one
             self.forget()  # somebody has zeroed them, who couldn't see what was set aside
+        self._holds_no_averages = False
         self._disarm()
         self._schedule.abandon()
         self._put_back()
@@ -269,6 +274,7 @@ class GradientReducer:
         """Shows averages again that were set aside for gradients that haven't come."""
         for index in [index for index in self._set_aside if self.parameters[index].grad is None]:
             self.parameters[index].grad = self._set_aside.pop(index)
+            self._holds_no_averages = False
 
     def before_backward_reduces(self) -> None:
         """Called when a backward pass has ended whose gradients are about to be reduced."""
@@ -358,7 +364,9 @@ class GradientReducer:
         """
         self._has_unreduced_passes = False
         self._drop_cleared()
-        self.set_averages_aside()
+        if not self._holds_no_averages:
+            self.set_averages_aside()
+        self._holds_no_averages = False
         self._adds_up = bool(self._set_aside)
         used = self._agree_on_used(call)
         finite = []
@@ -370,6 +378,7 @@ class GradientReducer:
 
     def conclude(self, finite: Sequence[torch.Tensor | None]) -> None:
         """See :class:`Reductions`."""
+        self._holds_no_averages = False
         self._conclude([scalar for scalar in finite if scalar is not None])
         for index in list(self._set_aside):  # no rank had anything to add to them
             self.parameters[index].grad = self._set_aside.pop(index)

@@ -1,5 +1,6 @@
 """``ZeroRedundancyOptimizer``: any optimizer, its state sharded across the ranks of a group."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ from tensorplay.distributed.optim._core.collectives import (
 from tensorplay.distributed.optim._core.coupled_optimizers import (
     refuse_coupled,
 )
+from tensorplay.distributed.optim._core.gradient_buckets import assign
 from tensorplay.distributed.optim._core.joined_calls import FollowWhenJoined
 from tensorplay.distributed.optim._core.local_shard import (
     is_dtensor,
@@ -400,7 +402,12 @@ class ZeroRedundancyOptimizer(WrappedOptimizer, Joinable):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``, for all parameters. No communication."""
         self._gradients.forget()
-        super().zero_grad(set_to_none)
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        with record_function(f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"):
+            for group in self.param_groups:  # of thousands, so the loop isn't Python's
+                assign(group["params"], "grad", itertools.repeat(None))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate gradients on each rank, without communication.
