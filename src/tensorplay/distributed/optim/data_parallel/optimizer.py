@@ -75,6 +75,10 @@ _last_number = 0
 """Of the optimizers made in this process; their ranks agree on it."""
 
 
+OwnNorm = tuple[torch.Tensor, list[torch.Tensor]]
+"""What this rank contributes to a norm, and tensors that together hold all gradients."""
+
+
 class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
     """Averages the gradients of all ranks in backward, and lets any optimizer step on them.
 
@@ -313,7 +317,8 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
                     "a closure can't be used inside Join: a rank that has joined could not follow "
                     "its forward and backward passes. Run them before step()"
                 )
-        unreduced = self._agreement.settle(
+        flag = int(closure is None and self._gradients.has_unreduced())
+        settlement = self._agreement.start(
             "step",
             {
                 "optimizer number": self._number,
@@ -323,9 +328,13 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
                 **describe_options(self.param_groups),
             },
             problem,
-            flag=int(closure is None and self._gradients.has_unreduced()),
+            flag,
         )
-        if unreduced:
+        own_norm = None
+        if self.clip_grad_norm is not None and closure is None and not (problem or flag):
+            own_norm = self._own_norm()  # while the others come
+        if settlement.wait():
+            own_norm = None
             if self._skips_synchronize:
                 raise RuntimeError(
                     "step() inside skip_synchronize() would use gradients that haven't been averaged "
@@ -335,7 +344,7 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
             self._gradients.reduce("step (reduce)")
         with self._times.measure("step"):
             if closure is None:
-                with self._clipped():
+                with self._clipped(own_norm):
                     loss = self._step_inner(None, kwargs)
             else:
                 loss = self._step_inner(self._synchronised(closure), kwargs)
@@ -388,13 +397,13 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
         self._gradients.backward_pass.remove()
 
     @contextmanager
-    def _clipped(self) -> Iterator[None]:
+    def _clipped(self, own_norm: OwnNorm | None) -> Iterator[None]:
         """Inside, the inner optimizer steps clipped gradients; its fused kernels clip by themselves."""
         max_norm = self.clip_grad_norm
         if max_norm is None:
             yield
             return
-        everything = self._measure_norm()
+        everything = self._measure_norm(own_norm)
         assert self.grad_norm is not None  # noqa: S101 - narrows a type; the line above has set it
         coefficient = clip_coefficient(self.grad_norm, max_norm)
         if is_one(coefficient) or not scales_gradients(self.optim):
@@ -415,14 +424,15 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
             assert self.grad_norm is not None  # noqa: S101 - narrows a type; the line above has set it
             clip_by_norm_(everything, self.grad_norm, self.clip_grad_norm, error_if_nonfinite=False)
 
-    def _measure_norm(self) -> list[torch.Tensor]:
-        """Sets :attr:`grad_norm`; returns tensors that together hold all gradients."""
+    def _own_norm(self) -> OwnNorm:
         counted, everything = self._gradients.counted_and_all()
+        return norm_of_own(counted, 2.0, self._parameters[0].device), everything
+
+    def _measure_norm(self, own_norm: OwnNorm | None = None) -> list[torch.Tensor]:
+        """Sets :attr:`grad_norm`; returns tensors that together hold all gradients."""
+        partial, everything = own_norm or self._own_norm()
         self.grad_norm = norm_across_ranks(
-            self._communicator,
-            norm_of_own(counted, 2.0, self._parameters[0].device),
-            2.0,
-            dtype_of_norm(self._parameters),
+            self._communicator, partial, 2.0, dtype_of_norm(self._parameters)
         )
         return everything
 
