@@ -118,6 +118,7 @@ def _on_one_rank_only(what: str) -> str:
     first = dist.get_rank() == 0
     options: dict[str, Any] = {
         "shard_gradients": {"shard_gradients": first},
+        "overlap_with_backward": {"shard_gradients": True, "overlap_with_backward": first},
         "module": {"shard_gradients": True, "module": model if first else None},
         "buffers": {
             "shard_gradients": True,
@@ -131,7 +132,7 @@ def _on_one_rank_only(what: str) -> str:
     )
 
 
-@pytest.mark.parametrize("what", ["shard_gradients", "module", "buffers"])
+@pytest.mark.parametrize("what", ["shard_gradients", "overlap_with_backward", "module", "buffers"])
 def test_what_is_passed_on_one_rank_only(run: Run, what: str) -> None:
     for message in run(2, _on_one_rank_only, what):
         assert message.startswith("RankDisagreementError")
