@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tensorplay.distributed.optim._core.wrapped_optimizer import options_of
+from tensorplay.distributed.optim._core.wrapped_optimizer import options_of, step_inner
 
 _ABSENT = object()
 
@@ -92,7 +92,7 @@ class BucketStepper:
             }
             optimizer.param_groups = list(parts.values())
             try:
-                optimizer.step()
+                step_inner(optimizer, None, {}, runs_global_hooks=True)
             finally:
                 optimizer.param_groups = groups
             for index, part in parts.items():

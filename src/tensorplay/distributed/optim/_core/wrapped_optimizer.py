@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from tensorplay.distributed.optim._core.fused_adam import FUSED_ADAM, step_fused
 
 NOT_OPTIONS = ("params", "param_names")
 """Keys of a param group that say *what* is optimized; all others are options: how."""
+
+
+_GLOBAL_HOOKS = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
 
 
 class StateDictHooks(Optimizer):
@@ -67,11 +73,22 @@ class WrappedOptimizer(StateDictHooks):
 
 
 def step_inner(
-    optimizer: Optimizer, closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]
+    optimizer: Optimizer,
+    closure: Callable[[], Any] | None,
+    kwargs: Mapping[str, Any],
+    *,
+    runs_global_hooks: bool = False,
 ) -> Any:
-    """``optimizer.step`` inside the step of the one around it, which has run the global hooks."""
+    """``optimizer.step`` inside the step of the one around it, which has run the global hooks.
+
+    Args:
+        optimizer: the inner one.
+        closure: for its ``step``.
+        kwargs: as above.
+        runs_global_hooks: whether there is no step around it, so that the hooks run here.
+    """
     bare = bare_step(optimizer)
-    if bare is None:
+    if bare is None or (runs_global_hooks and any(_GLOBAL_HOOKS)):
         return _call(optimizer.step, closure, kwargs)
     with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
         return _call(bare, closure, kwargs)
@@ -91,6 +108,8 @@ def bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:
         or getattr(bare, "hooked", False)  # a decorator copied the mark from what it wraps
     ):
         return None
+    if type(optimizer) in FUSED_ADAM:
+        bare = _shortened(bare)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # noqa: SLF001 - torch has no public name for it
         bare = _with_own_hooks(bare)
     bound: Callable[..., Any] = bare.__get__(optimizer)
@@ -177,6 +196,17 @@ def _call(
     step: Callable[..., Any], closure: Callable[[], Any] | None, kwargs: Mapping[str, Any]
 ) -> Any:
     return step(**kwargs) if closure is None else step(closure, **kwargs)
+
+
+def _shortened(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step``, which is left out where the kernel can be called without torch's loops."""
+
+    def shortened(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and step_fused(optimizer):
+            return None
+        return step(optimizer, *args, **kwargs)
+
+    return shortened
 
 
 def _with_own_hooks(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -412,11 +412,10 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
             return
         inner: Any = self.optim
         inner.grad_scale = coefficient.float().reciprocal()
-        inner.found_inf = torch.zeros_like(inner.grad_scale)
         try:
             yield
         finally:
-            del inner.grad_scale, inner.found_inf
+            del inner.grad_scale
 
     def _clip_(self) -> None:
         if self.clip_grad_norm is not None:
