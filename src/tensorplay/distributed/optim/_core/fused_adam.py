@@ -1,6 +1,6 @@
-"""The step of a fused ``Adam`` or ``AdamW`` over many small tensors, without torch's loops around it.
+"""The step of a fused ``Adam`` or ``AdamW`` without torch's loops around the kernel.
 
-With thousands of small tensors torch's own ``step`` takes longer to collect them, and to count the
+With thousands of small tensors, or a few that are very small, torch's own ``step`` takes longer to collect them, and to count the
 steps of each by itself, than the kernel takes to update them. Here loops of C collect them, and the
 counts lie side by side (see Note), so that one operation advances all. The kernel is torch's, and
 so is all that it is given: results are the same, bit for bit.
@@ -19,9 +19,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.optim import Optimizer
-
-MIN_TENSORS = 64
-"""Of fewer, torch's loops aren't worth avoiding."""
 
 FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 """Exactly these classes; what derives from them may do anything."""
@@ -54,20 +51,18 @@ class _Update(NamedTuple):
 def step_fused(optimizer: Optimizer) -> bool:
     """Steps ``optimizer``, if its step can be shortened; says whether it has.
 
-    It can for exactly ``torch.optim.Adam`` and ``AdamW`` with ``fused=True``, many parameters on
-    the CPU, and state for all that have gradients. Neither step hooks nor a patched ``step`` are
-    looked at: that is for the caller.
+    It can for exactly ``torch.optim.Adam`` and ``AdamW`` with ``fused=True``, parameters on the CPU,
+    and state for all that have gradients. Neither step hooks nor a patched ``step`` are looked at:
+    that is for the caller.
     """
-    groups = optimizer.param_groups
     if (
         type(optimizer) not in FUSED_ADAM
-        or sum(len(group["params"]) for group in groups) < MIN_TENSORS
         or getattr(optimizer, "found_inf", None) is not None
         or torch.compiler.is_compiling()
     ):
         return False
     updates: list[_Update] = []
-    for group in groups:
+    for group in optimizer.param_groups:
         used = _with_gradients(group["params"])
         if used[0]:
             update = _prepare(optimizer, group, *used)
