@@ -123,11 +123,11 @@ def test_passes_and_what_comes_between_them(
     run(2, stepping_in, early, function, *args)
 
 
-def _many_buckets(resident: bool) -> None:
+def _many_buckets(resident: bool, alone_bytes: int) -> None:
     sizes = [(300,), (10,), (250,), (9000,), (7,), (100,), (400,), (600,), (600,), (20,)]
     with (
         mock.patch.object(sharding_plan, "STEPPED_CAPACITY_BYTES", 4000),
-        mock.patch.object(sharding_plan, "ALONE_BYTES", 3000),
+        mock.patch.object(sharding_plan, "ALONE_BYTES", alone_bytes),
         mock.patch("tensorplay.distributed.optim.zero.gradients.STEPPED_CAPACITY_BYTES", 4000),
     ):
         twins = Twins(lambda: make_parameters(*sizes), parameters_as_bucket_view=resident)
@@ -135,11 +135,12 @@ def _many_buckets(resident: bool) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("alone_bytes", [3000, 1000])  # at the end, smaller ones share a gather
 @MODES
 def test_many_buckets_and_exchanges_in_rounds(
-    run: Run, world_size: int, resident: bool, early: bool
+    run: Run, world_size: int, resident: bool, early: bool, alone_bytes: int
 ) -> None:
-    run(world_size, stepping_in, early, _many_buckets, resident)
+    run(world_size, stepping_in, early, _many_buckets, resident, alone_bytes)
 
 
 def _without_step_and_zero_grad() -> None:

@@ -134,7 +134,7 @@ def _order_of_events(early: bool) -> list[str]:
 
     noting(reducer, "launch", number_of)
     noting(stage, "step", lambda averaged: number_of(averaged[0][0].bucket))
-    noting(stage, "gather", lambda number, *_: number)
+    noting(stage, "gather", lambda transfer, _: number_of(transfer.bucket))
     for number, layer in enumerate(layers):
         layer.weight.register_hook(lambda _, number=number: events.append(f"gradient {5 - number}"))
     with mock.patch.object(step_schedule, "STEPPED_BYTES", 0):
@@ -188,3 +188,28 @@ def test_a_step_sends_the_bytes_of_plain_ddp(run: Run, world_size: int) -> None:
         assert calls["irecv"] <= 3 * (6 + 1) * (world_size - 1)
         assert not set(calls) - {"all_reduce", "isend", "irecv"}
         assert not calls_of_step
+
+
+def _sends_of(resident: bool, early: bool) -> int:
+    model = make_parameters(*[LARGE] * 8, (10,), (20,))
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.SGD,
+        None,
+        resident,
+        overlap_with_ddp=True,
+        shard_gradients=True,
+        overlap_with_backward=early,
+        lr=0.1,
+    )
+    with counting() as (calls, _):
+        squares(0)(model, dist.get_rank())
+        optimizer.step()
+    return calls["isend"]
+
+
+def test_large_parameters_of_a_bucket_are_gathered_by_one_message_of_each_owner(run: Run) -> None:
+    small = 2  # each rank owns one of the two, which share a bucket
+    assert run(2, _sends_of, False, False) == [8 + small] * 2
+    assert run(2, _sends_of, True, False) == [4 + 1 + small] * 2
+    assert run(2, _sends_of, True, True) == [8 + small + 5] * 2  # and who uses what

@@ -613,6 +613,10 @@ class GradientReducer:
         reuse = self._set_aside.keys().isdisjoint(self._indices_of[bucket])
         return bucket.destination(local, start, end, reuse=reuse)
 
+    def room_nbytes(self) -> float:
+        """See :class:`Reductions`."""
+        return self._communicator.room_nbytes()
+
     def finish(self, transfer: Transfer) -> torch.Tensor | None:
         """See :class:`Reductions`."""
         layout = transfer.bucket.layout

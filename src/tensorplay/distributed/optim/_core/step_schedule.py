@@ -77,8 +77,11 @@ class Stage(Protocol):
     def step(self, averaged: Sequence[tuple[Transfer, set[int]]]) -> None:
         """Buckets have been averaged: the last transfer of each, and what some rank used. It may fail."""
 
-    def gather(self, number: int, transfer: Transfer, used: set[int]) -> Waitable:
-        """Launches what brings all ranks up to date with bucket ``number``; to wait may fail."""
+    def gather(self, transfer: Transfer, used: set[int]) -> Waitable | None:
+        """Launches what brings all ranks up to date with a bucket; to wait may fail.
+
+        ``None`` where it is to be gathered together with a later one.
+        """
 
     def step_empty(self, parameters: list[torch.Tensor]) -> None:
         """Steps parameters that have gradients but no elements, and so no bucket. It may fail."""
@@ -126,6 +129,9 @@ class Reductions(Protocol):
     def finish(self, transfer: Transfer) -> torch.Tensor | None:
         """Waits for one and averages."""
 
+    def room_nbytes(self) -> float:
+        """How much a rank should send at a time, gathers included."""
+
     def after_reduction(self) -> None:
         """Called after each reduction, on every rank."""
 
@@ -133,7 +139,6 @@ class Reductions(Protocol):
 class _Sent(NamedTuple):
     """An exchange under way."""
 
-    number: int
     transfer: Transfer
     usage: Usage | None
     """Tells which parameters are used; ``None`` where that is known."""
@@ -150,8 +155,12 @@ class _Gathered(NamedTuple):
     """A gather under way."""
 
     bucket: GradientBucket
+    """Whose step was the last before it."""
     gathering: Waitable
-    nbytes: int
+    kept_nbytes: int
+    """Of gradients that it keeps."""
+    loads: tuple[int, ...]
+    """How many bytes each rank sends, about: of what was stepped since the last."""
 
 
 class StepInBackward:
@@ -207,7 +216,8 @@ class StepInBackward:
         self._is_stopped = False
         self._used: set[int] | None = None
         self._sent: deque[_Sent] = deque()
-        self._averaged: list[tuple[int, Transfer, set[int]]] = []
+        self._averaged: list[tuple[Transfer, set[int]]] = []
+        self._ungathered: list[tuple[int, ...]] = []
         self._gathered: deque[_Gathered] = deque()
 
     def ready(self, index: int) -> None:
@@ -346,7 +356,7 @@ class StepInBackward:
             if members:
                 assign(members, "grad", itertools.repeat(None))
                 members = []
-            self._sent.append(_Sent(number, transfer, usage, received))
+            self._sent.append(_Sent(transfer, usage, received))
             while len(self._sent) > 1 and self._is_crowded():
                 self._finish_oldest()
         while self._sent and self._is_crowded():
@@ -356,12 +366,12 @@ class StepInBackward:
 
     def _is_crowded(self) -> bool:
         if not self.hears_ready:  # all gradients are there anyway
-            received = sum(each.received_nbytes for each in self._sent)
-            return received > 2 * self._capacity_bytes
+            loads = _sum([each.transfer.loads for each in self._sent])
+            return max(loads, default=0) > 2 * self._capacity_bytes
         if len(self._sent) > NUM_SENT:
             return True
         under_way = sum(each.nbytes for each in self._sent)
-        under_way += sum(each.nbytes for each in self._gathered)
+        under_way += sum(each.kept_nbytes for each in self._gathered)
         return under_way > self._capacity_bytes
 
     def _finish_all(self) -> None:
@@ -372,13 +382,13 @@ class StepInBackward:
             self._complete_oldest()
 
     def _finish_oldest(self) -> None:
-        number, transfer, usage, _ = self._sent.popleft()
+        transfer, usage, _ = self._sent.popleft()
         self._reductions.finish(transfer)
         if not transfer.is_last:
             return
         used = self._used_in(transfer.bucket, usage)
-        self._averaged.append((number, transfer, used))
-        nbytes = sum(each.bucket.layout.nbytes for _, each, _ in self._averaged)
+        self._averaged.append((transfer, used))
+        nbytes = sum(each.bucket.layout.nbytes for each, _ in self._averaged)
         if self.hears_ready or nbytes >= STEPPED_BYTES:
             self._step_averaged()
 
@@ -398,25 +408,31 @@ class StepInBackward:
         if not averaged:
             return
         try:
-            self._stage.step([(transfer, used) for _, transfer, used in averaged])
+            self._stage.step(averaged)
         except Exception as error:  # noqa: BLE001 - raised when backward ends, Note [Stopping]
             self._stop(error)
-        for number, transfer, used in averaged:
+        for transfer, used in averaged:
             transfer.bucket.release()
             kept = transfer.local.nbytes if self._stage.steps_everywhere else 0
-            gathering = self._stage.gather(number, transfer, used)
-            self._gathered.append(_Gathered(transfer.bucket, gathering, kept))
+            self._ungathered.append(transfer.bucket.layout.loads)
+            gathering = self._stage.gather(transfer, used)
+            if gathering is not None:
+                loads = _sum(self._ungathered)
+                self._ungathered = []
+                self._gathered.append(_Gathered(transfer.bucket, gathering, kept, loads))
         while self._gathered and self._gathers_too_many():
             self._complete_oldest()
 
     def _gathers_too_many(self) -> bool:
         if self.hears_ready:
             return len(self._gathered) > NUM_GATHERED
-        nbytes = sum(each.bucket.layout.nbytes for each in self._gathered)
-        return nbytes > self._capacity_bytes  # with what is sent, it finds room in shared memory
+        if self._stage.steps_everywhere:
+            return sum(each.kept_nbytes for each in self._gathered) > self._capacity_bytes
+        room = self._reductions.room_nbytes()
+        return max(_sum([each.loads for each in self._gathered])) > room
 
     def _complete_oldest(self) -> None:
-        bucket, gathering, _ = self._gathered.popleft()
+        bucket, gathering, *_ = self._gathered.popleft()
         try:
             with _named("gathering", bucket):
                 gathering.wait()
@@ -466,6 +482,11 @@ def _received_nbytes(layout: BucketLayout, capacity_bytes: int) -> int:
     longest = max(end - start for start, end in pairwise(layout.cuts))
     num_peers = len(layout.cuts) - 2
     return min(longest * num_peers * layout.dtype.itemsize, capacity_bytes)
+
+
+def _sum(loads: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Of each rank."""
+    return tuple(map(sum, zip(*loads, strict=True)))
 
 
 @contextmanager

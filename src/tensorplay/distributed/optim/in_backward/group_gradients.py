@@ -283,12 +283,7 @@ class _StepEverywhere:
     def step(self, averaged: Sequence[tuple[Transfer, set[int]]]) -> None:
         """See :class:`Stage`: not before the averages have been gathered."""
 
-    def gather(
-        self,
-        number: int,  # noqa: ARG002 - the protocol has it
-        transfer: Transfer,
-        used: set[int],
-    ) -> Waitable:
+    def gather(self, transfer: Transfer, used: set[int]) -> Waitable:
         """See :class:`Stage`."""
         cuts = transfer.bucket.layout.cuts
         gathering = self._communicator.gather_from_owners(transfer.local, cuts)

@@ -158,17 +158,18 @@ class ShardingPlan:
                     "divided between the ranks, so that none could update it; pass both at "
                     "construction, and they get one owner"
                 )
-        if steps_in_backward:
-            layouts = layout_buckets(
-                added,
-                partition.owners[num_planned:],
-                num_ranks,
-                STEPPED_CAPACITY_BYTES,
-                resident_capacity_bytes=STEPPED_CAPACITY_BYTES if resident else None,
-                alone_bytes=ALONE_BYTES,
+        is_on_cpu = all(spec.device.type == "cpu" for spec in added)
+        if steps_in_backward:  # on accelerators that's done early, bucket by bucket
+            gathers_together = resident and is_on_cpu and not sends_in_backward
+            layouts, gradient_layouts = _lay_out_stepped(
+                added, partition, num_ranks, resident=resident, gathers_together=gathers_together
             )
-            earlier = before.layouts if before else ()
-            return cls(specs, partition, earlier + layouts, earlier + layouts)
+            return cls(
+                specs,
+                partition,
+                (before.layouts if before else ()) + layouts,
+                (before.gradient_layouts if before else ()) + gradient_layouts,
+            )
         whole = [spec for spec in added if spec.index not in flat]
         owners = [partition.owners[spec.index] for spec in whole]
         layouts = layout_buckets(
@@ -181,7 +182,7 @@ class ShardingPlan:
         gradient_layouts = layout_buckets(
             whole, owners, num_ranks, CAPACITY_BYTES, alone_bytes=ALONE_BYTES
         )
-        alternates = sends_in_backward and all(spec.device.type == "cpu" for spec in added)
+        alternates = sends_in_backward and is_on_cpu
         flat_layouts, flat_gradient_layouts = _lay_out_flat(
             [spec for spec in added if spec.index in flat],
             in_parts,
@@ -210,6 +211,46 @@ def can_be_flat(spec: ParameterSpec) -> bool:
 def is_large(spec: ParameterSpec) -> bool:
     """Whether a parameter's gradient is sent from its own memory: copying it would take longer."""
     return spec.nbytes >= ALONE_BYTES
+
+
+def _lay_out_stepped(
+    specs: Sequence[ParameterSpec],
+    partition: WholePartition,
+    num_ranks: int,
+    *,
+    resident: bool,
+    gathers_together: bool,
+) -> tuple[tuple[BucketLayout, ...], tuple[BucketLayout, ...]]:
+    """The buckets of parameters, and those of their gradients, each within one of these.
+
+    Args:
+        specs: all parameters to be laid out.
+        partition: their owners.
+        num_ranks: into how many slices every bucket is cut.
+        resident: whether parameters that can are to live in their buckets.
+        gathers_together: whether several large ones that live in a bucket are gathered at once.
+    """
+    shared = {
+        spec.index
+        for spec in specs
+        if gathers_together and is_large(spec) and spec.trainable and spec.owns_storage
+    }
+    layouts: list[BucketLayout] = []
+    gradient_layouts: list[BucketLayout] = []
+    for together in (False, True):
+        members = [spec for spec in specs if (spec.index in shared) == together]
+        planned = layout_buckets(
+            members,
+            [partition.owners[spec.index] for spec in members],
+            num_ranks,
+            STEPPED_CAPACITY_BYTES,
+            resident_capacity_bytes=STEPPED_CAPACITY_BYTES if resident else None,
+            alone_bytes=None if together else ALONE_BYTES,
+        )
+        layouts += planned
+        for layout in planned:
+            gradient_layouts += layout.one_by_one() if together else [layout]
+    return tuple(layouts), tuple(gradient_layouts)
 
 
 def _lay_out_flat(

@@ -1,7 +1,8 @@
 """The three verbs of a sharded step, bucket by bucket during backward, over our own reduction.
 
 Each bucket is reduced to its owners; an owner steps what it owns of it and frees the gradients; and
-the bucket's parameters are gathered at once. So a bucket of parameters is one of gradients too.
+the bucket's parameters are gathered at once. So a bucket of parameters is one of gradients too, or
+holds several of these, and is gathered when all have been stepped.
 """
 
 import itertools
@@ -54,7 +55,7 @@ class StepAndGather:
             optimizer: steps with ``optim`` and has the options in ``param_groups``.
             find_problem: returns why it can't step.
             parameters: all parameters by index; the list may grow.
-            buckets: those in which gradients are reduced, and parameters gathered.
+            buckets: those in which parameters are gathered; each bucket of gradients lies within one.
         """
         self._optimizer = weakref.ref(optimizer)
         self._find_problem = find_problem
@@ -81,6 +82,11 @@ class StepAndGather:
     def begin(self) -> None:
         """See :class:`Stage`: what schedulers have changed counts."""
         optimizer = self._optimizer()
+        layouts = [bucket.layout for bucket in self._buckets.buckets]
+        self._num_missing = [len(layout.slots) for layout in layouts]
+        self._number_of = {
+            slot.parameter: number for number, each in enumerate(layouts) for slot in each.slots
+        }
         if optimizer is not None:
             copy_options_(optimizer.param_groups, optimizer.optim.param_groups)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - a scheduler looks for it
@@ -119,13 +125,18 @@ class StepAndGather:
                 "device; it must keep them, so that every rank can receive the new values"
             )
 
-    def gather(self, number: int, transfer: Transfer, used: set[int]) -> Waitable:  # noqa: ARG002 - which are used is known to the owner only
+    def gather(self, transfer: Transfer, used: set[int]) -> Waitable | None:  # noqa: ARG002 - which are used is known to the owner only
         """See :class:`Stage`. Autograd gets to know that others' parameters change."""
         layout = transfer.bucket.layout
-        foreign = layout.slots_except(GroupRank(self._communicator.members.group_rank))
+        number = self._number_of[layout.slots[0].parameter]
+        self._num_missing[number] -= len(layout.slots)
+        if self._num_missing[number]:
+            return None
+        bucket = self._buckets.buckets[number]
+        foreign = bucket.layout.slots_except(GroupRank(self._communicator.members.group_rank))
         with torch.no_grad():
             increment_version([self._parameters[slot.parameter] for slot in foreign])
-        return self._buckets.buckets[number].launch(self._communicator)
+        return bucket.launch(self._communicator)
 
     def end(self, *, succeeded: bool) -> None:
         """See :class:`Stage`. Every rank's optimizer counts the iteration, whatever it owns."""
