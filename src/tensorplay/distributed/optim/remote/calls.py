@@ -5,7 +5,7 @@ Importing this needs a torch that has RPC.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
@@ -19,6 +19,14 @@ DEFAULT_LEASE_S = 60.0
 
 _SMALL = {"step", "squared_norm", "zero_grad", "end_turn"}
 """What carries a few numbers at most."""
+
+
+class Owner(Protocol):
+    """Where a local optimizer is."""
+
+    key: int
+    info: Any
+    """The worker's, by which RPC knows it sooner than by its name."""
 
 
 @dataclass
@@ -57,13 +65,28 @@ def ask(requests: Mapping[str, tuple[Any, ...]]) -> Outcome:
     calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
     for worker, (action, *arguments) in requests.items():
         request = (action, tuple(arguments))
-        if action == "step" and arguments[2:] == [None, {}]:
-            calls[worker] = endpoints.answer_step, tuple(arguments[:2])
-        elif action in _SMALL or (action == "prepare" and arguments[2] == "step"):
+        if action in _SMALL or (action == "prepare" and arguments[2] == "step"):
             calls[worker] = endpoints.answer_text, (endpoints.encode(request),)
         else:
             calls[worker] = endpoints.answer, request
     return _sort(_launch_and_wait(calls))
+
+
+def step(owners: Iterable[tuple[str, Owner]], context_id: int) -> Outcome | None:
+    """Asks each worker for a step with nothing but its numbers.
+
+    Args:
+        owners: by worker, what finds the local optimizer there.
+        context_id: of the autograd context with the gradients.
+
+    Returns:
+        ``None`` if all have stepped and have nothing to tell.
+    """
+    results: dict[str, Any] = {}
+    for worker, owner in owners:
+        _launch_(results, worker, owner.info, endpoints.answer_step, (owner.key, context_id))
+    _wait_(results)
+    return _sort(results) if any(results.values()) else None
 
 
 def take_turns(workers: Iterable[str], token: str) -> Outcome:
@@ -82,17 +105,28 @@ def take_turns(workers: Iterable[str], token: str) -> Outcome:
 def _launch_and_wait(calls: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for worker, (function, arguments) in calls.items():
-        try:
-            results[worker] = rpc.rpc_async(worker, function, arguments)
-        except RuntimeError as error:  # noqa: PERF203 - it is known to be gone, the others are not
-            results[worker] = Failure.no_answer(error)
+        _launch_(results, worker, worker, function, arguments)
+    _wait_(results)
+    return results
+
+
+def _launch_(
+    results: dict[str, Any], worker: str, info: Any, function: Any, arguments: tuple[Any, ...]
+) -> None:
+    try:
+        results[worker] = rpc.rpc_async(info, function, arguments)
+    except RuntimeError as error:  # it is known to be gone, the others are not
+        results[worker] = Failure.no_answer(error)
+
+
+def _wait_(results: dict[str, Any]) -> None:
+    """Puts answers, or failures, in the place of futures."""
     for worker, future in results.items():
         if not isinstance(future, Failure):
             try:
                 results[worker] = future.wait()
             except Exception as error:  # noqa: BLE001 - whatever RPC raises in the place of an answer
                 results[worker] = Failure.no_answer(error)
-    return results
 
 
 def _sort(results: Mapping[str, Any]) -> Outcome:

@@ -19,7 +19,6 @@ from tensorplay.distributed.optim._core.state_dicts import (
     require_fit,
 )
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
-    NOT_OPTIONS,
     StateDictHooks,
     all_parameters,
     options_of,
@@ -27,6 +26,7 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
 )
 from tensorplay.distributed.optim.remote.availability import require_rpc
 from tensorplay.distributed.optim.remote.failures import combine
+from tensorplay.distributed.optim.remote.known_options import KnownOptions
 
 if TYPE_CHECKING:
     from tensorplay.distributed.optim.remote.calls import Outcome
@@ -48,11 +48,13 @@ class _Owner:
     Attributes:
         key: finds the local optimizer there.
         handle: an RRef to it; it lives as long as this.
+        info: the worker's, as RPC has it.
         members: the parameters; the local optimizer's groups are in the order of this dict.
     """
 
     key: int
     handle: Any
+    info: Any
     members: Members
 
     def groups(self) -> list[dict[str, Any]]:
@@ -92,7 +94,7 @@ class RemoteOptimizer(StateDictHooks):
         self._constructor = (optimizer_class, args, kwargs)
         self._tokens = (f"{uuid.uuid4().hex} {number}" for number in itertools.count())
         self._owners: dict[str, _Owner] = {}
-        self._known: list[dict[str, Any]] = []  # the options of each group that its owners have
+        self._known: list[KnownOptions] = []  # of each group
         super().__init__(_canonical(params_rref), {})
         self._create("DistributedOptimizer()", range(len(self.param_groups)))
 
@@ -131,6 +133,11 @@ class RemoteOptimizer(StateDictHooks):
         self._calls.require_context(context_id)
         scale = self._clip(context_id)
         changed = self._changed_options()
+        outcome = None
+        if not self.atomic and scale is None and not changed:  # most often; a step may be short
+            outcome = self._calls.step(self._owners.items(), context_id)
+            if outcome is None:
+                return
         changes: dict[str, Change] = {
             name: (
                 "step",
@@ -146,21 +153,21 @@ class RemoteOptimizer(StateDictHooks):
             answers = (
                 self._all_or_none("step()", changes)
                 if self.atomic
-                else self._each("step()", changes)
+                else self._each("step()", changes, outcome)
             )
         except BaseException:
             for position in changed:  # some owners may have them, others not: send them again
-                self._known[position] = {}
+                self._known[position].forget()
             raise
         for position, options in changed.items():
-            self._known[position].update(options)
+            self._known[position].take(options)
         for name, answer in answers.items():
             if not answer:
                 continue
             members = list(self._owners[name].members)
             for i, options in answer.items():  # what the optimizer itself has written
                 self.param_groups[members[i]].update(options)
-                self._known[members[i]].update(clone(options))
+                self._known[members[i]].take(options)
 
     _watched_step = Optimizer.profile_hook_step(_step)
 
@@ -316,7 +323,7 @@ class RemoteOptimizer(StateDictHooks):
                 call, outcome.failures, len(placed), "there is no optimizer on any worker"
             )
         for name, (key, handle, (defaults, options)) in outcome.answers.items():
-            self._owners[name] = _Owner(key, handle, placed[name])
+            self._owners[name] = _Owner(key, handle, handle.owner(), placed[name])
             self.defaults = defaults
             self._adopt_options(placed[name], options)
 
@@ -357,23 +364,17 @@ class RemoteOptimizer(StateDictHooks):
             params = group["params"]
             group.clear()
             group.update({"params": params, **own})
-            self._known.extend({} for _ in range(position + 1 - len(self._known)))
-            self._known[position] = clone(own)
+            self._known.extend(KnownOptions() for _ in range(position + 1 - len(self._known)))
+            self._known[position].forget()
+            self._known[position].take(own)
 
     def _changed_options(self) -> dict[int, dict[str, Any]]:
         """By the position of the group, the options that owners don't have yet."""
         changed = {}
         for position, (group, known) in enumerate(zip(self.param_groups, self._known, strict=True)):
-            new = {
-                key: clone(value, CPU)
-                for key, value in group.items()
-                # What can be changed in place is known as a copy, and so never identical.
-                if (key not in known or value is not known[key])
-                and key not in NOT_OPTIONS
-                and (key not in known or not _is_same(value, known[key]))
-            }
-            if new:
-                changed[position] = new
+            news = known.news(group)
+            if news:
+                changed[position] = news
         return changed
 
     # Calls
@@ -394,9 +395,11 @@ class RemoteOptimizer(StateDictHooks):
             raise combine(call, outcome.failures, len(requests), state)
         return outcome.answers
 
-    def _each(self, call: str, changes: Mapping[str, Change]) -> dict[str, Any]:
-        """Asks owners for changes that don't depend on each other."""
-        outcome = self._calls.ask(
+    def _each(
+        self, call: str, changes: Mapping[str, Change], outcome: "Outcome | None"
+    ) -> dict[str, Any]:
+        """Asks owners for changes that don't depend on each other; ``outcome`` if they have been."""
+        outcome = outcome or self._calls.ask(
             {
                 name: (change, self._owners[name].key, *arguments)
                 for name, (change, arguments) in changes.items()
@@ -481,14 +484,3 @@ def _is_rref(value: Any) -> bool:
     from torch.distributed import rpc
 
     return isinstance(value, rpc.PyRRef)  # type: ignore[attr-defined]  # torch re-exports it implicitly
-
-
-def _is_same(value: Any, known: Any) -> bool:
-    if isinstance(value, torch.Tensor) or isinstance(known, torch.Tensor):
-        return (
-            isinstance(value, torch.Tensor)
-            and isinstance(known, torch.Tensor)
-            and value.dtype == known.dtype
-            and torch.equal(value.detach().to(known.device), known)
-        )
-    return type(value) is type(known) and bool(value == known)

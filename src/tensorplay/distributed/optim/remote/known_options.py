@@ -1,0 +1,67 @@
+"""The options of a param group that its owners have: which of the trainer's are news to them."""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tensorplay.distributed.optim._core.state_dicts import clone
+from tensorplay.distributed.optim._core.wrapped_optimizer import NOT_OPTIONS
+
+CPU = torch.device("cpu")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class KnownOptions:
+    """What has been sent to the owners of a group, or come from them.
+
+    What can be changed in place is known as a copy. A group without such options is looked through
+    once: as long as it holds the same objects there is no news.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {}
+        self._looked_through: tuple[Any, ...] = ()
+
+    def take(self, options: Mapping[str, Any]) -> None:
+        """The owners have these."""
+        self._known.update(clone(dict(options)))
+        self._looked_through = ()
+
+    def forget(self) -> None:
+        """Nobody knows what the owners have."""
+        self._known.clear()
+        self._looked_through = ()
+
+    def news(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies of the options that the owners don't have; the group's parameters are none."""
+        objects = (*group, *group.values())
+        seen = self._looked_through
+        if len(objects) == len(seen) and all(map(operator.is_, objects, seen)):
+            return {}
+        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        known = self._known
+        news = {
+            key: clone(value, CPU)
+            for key, value in options.items()
+            if key not in known or not _is_same(value, known[key])
+        }
+        if not news and all(map(_is_plain, options.values())):
+            self._looked_through = objects
+        return news
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
+
+
+def _is_same(value: Any, known: Any) -> bool:
+    if isinstance(value, torch.Tensor) or isinstance(known, torch.Tensor):
+        return (
+            isinstance(value, torch.Tensor)
+            and isinstance(known, torch.Tensor)
+            and value.dtype == known.dtype
+            and torch.equal(value.detach().to(known.device), known)
+        )
+    return type(value) is type(known) and bool(value == known)
