@@ -596,6 +596,14 @@ CANDIDATES = {
             inert_steps=2,
         ),
         Candidate(
+            "zero-shard-unclipped",
+            "tensorplay ZeRO, sharded gradients, no clipping",
+            "tensorplay",
+            _tensorplay_sharded(parameters_as_bucket_view=True),
+            reference=UNCLIPPED_REFERENCE,
+            clips=False,
+        ),
+        Candidate(
             "zero-shard-overlap",
             "tensorplay ZeRO, sharded gradients, stepped in backward",
             "tensorplay",

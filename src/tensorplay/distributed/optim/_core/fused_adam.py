@@ -27,7 +27,6 @@ Tensors: TypeAlias = tuple[torch.Tensor, ...] | list[torch.Tensor]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
-_state_of = operator.itemgetter("step", "exp_avg", "exp_avg_sq")
 _gradient_of = operator.attrgetter("grad")
 _base_of = operator.attrgetter("_base")
 _is_sparse = operator.attrgetter("is_sparse")
@@ -101,7 +100,11 @@ def _prepare(
         return None
     states: list[Any] = list(map(optimizer.state.get, parameters))
     try:
-        counts, averages, squares = zip(*map(_state_of, states), strict=True)
+        # Three loops, so that there is no tuple of each for the garbage collector to look at.
+        counts, averages, squares = (
+            list(map(operator.itemgetter(name), states))
+            for name in ("step", "exp_avg", "exp_avg_sq")
+        )
     except (KeyError, TypeError):  # there is none yet, or only a part
         return None
     kinds = set(map(type, chain(parameters, gradients, averages, squares, counts)))
@@ -116,8 +119,8 @@ def _prepare(
 
 
 def _side_by_side(
-    states: Sequence[dict[str, Any]], counts: tuple[torch.Tensor, ...]
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None:
+    states: Sequence[dict[str, Any]], counts: list[torch.Tensor]
+) -> tuple[Tensors, torch.Tensor] | None:
     """The counts, and the tensor of which they are all elements; ``None`` if there can't be one.
 
     See Note [Counts side by side].
@@ -133,7 +136,7 @@ def _side_by_side(
         return (counts, base) if is_whole else None
     if any(map(operator.is_not, bases, repeat(None))) or not all(map(_is_count, counts)):
         return None
-    base = torch.stack(list(counts))
+    base = torch.stack(counts)
     views = base.unbind()
     for state, view in zip(states, views, strict=True):
         state["step"] = view

@@ -183,6 +183,8 @@ class StepInBackward:
         self._is_open = False
         self._order: list[int] = []
         self._num_orders = 0
+        self._members: dict[int, frozenset[int]] = {}
+        self._bucket_of: dict[int, int] = {}
         self._postponed: set[int] = set()
 
     def postpone(self, index: int) -> None:
@@ -200,12 +202,12 @@ class StepInBackward:
                 turns = take_turns([buckets[number].layout.loads for number in self._order])
                 self._order = [self._order[place] for place in turns]
             self._num_orders = 0
-        self._missing = {
-            number: {slot.parameter for slot in buckets[number].layout.slots} for number in planned
-        }
-        self._bucket_of = {
-            index: number for number, members in self._missing.items() for index in members
-        }
+            self._members = {
+                n: frozenset(slot.parameter for slot in buckets[n].layout.slots) for n in planned
+            }
+            self._bucket_of = {i: n for n, members in self._members.items() for i in members}
+        if self.hears_ready:
+            self._missing = {number: set(members) for number, members in self._members.items()}
         self._is_open = syncs
         self._is_settled = False
         self._launched: set[int] = set()

@@ -116,6 +116,19 @@ def bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     return bound
 
 
+def is_plain_torch(optimizer: Optimizer) -> bool:
+    """Whether a step is what ``torch.optim`` makes it, and nobody wants to be told of it.
+
+    Its classes step each parameter by itself, those aside that couple all, and where it lies.
+    """
+    return (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and bare_step(optimizer) is not None
+        and not optimizer._optimizer_step_pre_hooks  # noqa: SLF001 - torch has no public name for it
+        and not optimizer._optimizer_step_post_hooks  # noqa: SLF001 - as above
+    )
+
+
 class SameGroupsOptimizer(WrappedOptimizer):
     """One that holds the same parameters as the inner optimizer, so that the groups are its own too."""
 

@@ -10,6 +10,7 @@ import torch.distributed.autograd as dist_autograd
 from torch.optim import Optimizer
 
 from tensorplay.distributed.optim._core.coupled_optimizers import refuse_coupling_options
+from tensorplay.distributed.optim._core.gradient_norm import norm_of_own
 from tensorplay.distributed.optim._core.state_dicts import clone
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
     all_parameters,
@@ -109,7 +110,9 @@ class LocalOptimizer:
 
     def squared_norm(self, context_id: int) -> float:
         """The sum of the squares of the gradients' elements."""
-        return sum(_squared_norm(gradient) for gradient in self._gradients(context_id).values())
+        gradients = self._gradients(context_id).values()
+        values = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+        return float(norm_of_own(values, 2.0, CPU))
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clears the parameters' ``.grad``, which no step reads."""
@@ -299,10 +302,3 @@ def _changes_between(
         if changed:
             changes[position] = changed
     return changes
-
-
-def _squared_norm(gradient: torch.Tensor) -> float:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    # In double precision: over millions of elements, single precision is off by 1e-3.
-    wide = torch.complex128 if values.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(values, dtype=wide).square())

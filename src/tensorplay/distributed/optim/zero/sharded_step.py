@@ -18,13 +18,14 @@ from tensorplay.distributed.optim._core.flat_buffer import KeptStorages
 from tensorplay.distributed.optim._core.wrapped_optimizer import (
     WrappedOptimizer,
     copy_options_,
+    is_plain_torch,
     step_inner,
 )
 from tensorplay.distributed.optim.zero.forward_gather import ForwardGather
 from tensorplay.distributed.optim.zero.gradients import Gradients
 from tensorplay.distributed.optim.zero.local_optimizer import LocalGroups
 from tensorplay.distributed.optim.zero.sharded_parameters import ShardedParameters
-from tensorplay.distributed.optim.zero.step_stages import StagedGroups, can_be_staged
+from tensorplay.distributed.optim.zero.step_stages import StagedGroups
 
 Closure = Callable[[], Any]
 
@@ -98,7 +99,7 @@ class ShardedStep:
             and self._forward_gather is None
             and self._communicator.members.world_size > 1
             and len(self._sharded.buckets.stages(trainable=True)) > 1
-            and can_be_staged(local)
+            and is_plain_torch(local)
         )
 
     def _step(
@@ -125,7 +126,8 @@ class ShardedStep:
         try:
             if closure is None:
                 self._sharded.slices.take_gradients_(optimizer.optim)
-            storages = KeptStorages(self._local.memories(optimizer.optim))
+            if closure is not None or not is_plain_torch(optimizer.optim):
+                storages = KeptStorages(self._local.memories(optimizer.optim))
             loss = step_inner(optimizer.optim, live_closure if closure else None, kwargs)
             copy_options_(optimizer.optim.param_groups, optimizer.param_groups)
         except Exception as problem:  # noqa: BLE001 - the other ranks wait for our parameters

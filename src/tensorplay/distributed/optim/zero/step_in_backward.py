@@ -25,6 +25,7 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
     WrappedOptimizer,
     all_parameters,
     copy_options_,
+    is_plain_torch,
 )
 from tensorplay.distributed.optim.zero.gather_parameters import ParameterBuckets
 from tensorplay.distributed.optim.zero.gradients import Gradients
@@ -61,6 +62,7 @@ class StepAndGather:
         self._find_problem = find_problem
         self._parameters = parameters
         self._buckets = buckets
+        self._number_of: dict[int, int] = {}
         self._stepper = BucketStepper(optimizer.optim)
         # So that a GradScaler calls step() in any case, which refuses.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # noqa: SLF001 - where GradScaler looks
@@ -84,9 +86,10 @@ class StepAndGather:
         optimizer = self._optimizer()
         layouts = [bucket.layout for bucket in self._buckets.buckets]
         self._num_missing = [len(layout.slots) for layout in layouts]
-        self._number_of = {
-            slot.parameter: number for number, each in enumerate(layouts) for slot in each.slots
-        }
+        if len(self._number_of) != len(self._parameters):  # first, or some were added
+            self._number_of = {
+                slot.parameter: number for number, each in enumerate(layouts) for slot in each.slots
+            }
         if optimizer is not None:
             copy_options_(optimizer.param_groups, optimizer.optim.param_groups)
             optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - a scheduler looks for it
@@ -113,7 +116,9 @@ class StepAndGather:
     def _step(self, parameters: list[torch.Tensor]) -> None:
         if not parameters:
             return
-        storages = KeptStorages(parameters)
+        optimizer = self._optimizer()
+        is_plain = optimizer is not None and is_plain_torch(optimizer.optim)
+        storages = KeptStorages([] if is_plain else parameters)
         try:
             self._stepper.step(parameters)
         finally:

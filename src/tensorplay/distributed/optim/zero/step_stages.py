@@ -39,19 +39,6 @@ def plan_stages(layouts: Mapping[int, BucketLayout]) -> list[list[int]]:
     return stages
 
 
-def can_be_staged(optimizer: Optimizer) -> bool:
-    """Whether stepping it in parts is the same as at once, and nobody wants to be told of a step.
-
-    The classes in ``torch.optim`` step each parameter by itself, those aside that couple all.
-    """
-    return (
-        type(optimizer).__module__.startswith("torch.optim.")
-        and bare_step(optimizer) is not None
-        and not optimizer._optimizer_step_pre_hooks  # noqa: SLF001 - torch has no public name for it
-        and not optimizer._optimizer_step_post_hooks  # noqa: SLF001 - as above
-    )
-
-
 class StagedGroups:
     """The local optimizer's groups with the parameters of one stage.
 
