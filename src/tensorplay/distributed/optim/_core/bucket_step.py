@@ -56,7 +56,7 @@ class BucketStepper:
         for index, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
                 self._group_of[id(parameter)] = index
-                self._kinds[id(parameter)] = (parameter.dtype, parameter.device)
+                self._kinds[id(parameter)] = _kind_of(parameter)
         state = self._optimizer.state
         self._loose = {key: state[key] for key in state if not isinstance(key, torch.Tensor)}
         self._num_states = len(state)
@@ -104,10 +104,10 @@ class BucketStepper:
     def _members_of(self, parameters: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
         """Which of them are in which group. Converts the state of those that were converted."""
         keys = list(map(id, parameters))
-        kinds = list(zip(map(_dtype_of, parameters), map(_device_of, parameters), strict=True))
-        if kinds != list(map(self._kinds.__getitem__, keys)):
-            for parameter, key, kind in zip(parameters, keys, kinds, strict=True):
-                if kind != self._kinds[key]:
+        kinds = map(self._kinds.__getitem__, keys)
+        if not all(map(operator.eq, map(_kind_of, parameters), kinds)):
+            for parameter, key in zip(parameters, keys, strict=True):
+                if _kind_of(parameter) != self._kinds[key]:
                     self._convert_state(parameter)
         places = list(map(self._group_of.__getitem__, keys))
         if len(set(places)) == 1:
@@ -172,11 +172,10 @@ class BucketStepper:
                 state[key] = policy(
                     parameter, value, 0, [{**options_of(group), "params": [0]}], key
                 )
-        self._kinds[id(parameter)] = (parameter.dtype, parameter.device)
+        self._kinds[id(parameter)] = _kind_of(parameter)
 
 
-_dtype_of = operator.attrgetter("dtype")
-_device_of = operator.attrgetter("device")
+_kind_of = operator.attrgetter("dtype", "device")
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -26,6 +26,7 @@ from tensorplay.distributed.optim._core.agreement import (
     Agreement,
     PeerError,
     RankDisagreementError,
+    Settlement,
 )
 from tensorplay.distributed.optim._core.backward_pass import BackwardPass
 from tensorplay.distributed.optim._core.bucket_layout import (
@@ -422,10 +423,10 @@ class GradientReducer:
         )
         return {index for index, kind in kinds.items() if kind}
 
-    def settle_steps(self, error: Exception | None, *, was_aborted: bool, flag: int) -> int:
+    def settle_steps(self, error: Exception | None, *, was_aborted: bool, flag: int) -> Settlement:
         """See :class:`StepInBackward`."""
         description: dict[str, Json] = {"ended by an exception": was_aborted}
-        return self._agreement.settle("backward (end)", description, error, flag)
+        return self._agreement.start("backward (end)", description, error, flag)
 
     def exchange_usage(
         self, bucket: GradientBucket, has: Sequence[bool], *, stopped: bool

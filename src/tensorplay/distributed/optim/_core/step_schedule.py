@@ -90,6 +90,13 @@ class Stage(Protocol):
         """The pass has ended, on every rank."""
 
 
+class Settling(Protocol):
+    """What ranks are about to agree on."""
+
+    def wait(self) -> int:
+        """Returns the largest flag; raises on every rank if there is an error on one."""
+
+
 class Reductions(Protocol):
     """What the schedule needs of a reducer."""
 
@@ -109,8 +116,8 @@ class Reductions(Protocol):
     def settle_used(self, description: dict[str, Json], error: Exception | None) -> set[int]:
         """The same when all gradients are there; returns which parameters some rank has one of."""
 
-    def settle_steps(self, error: Exception | None, *, was_aborted: bool, flag: int) -> int:
-        """Settles how it ended; returns the largest ``flag``."""
+    def settle_steps(self, error: Exception | None, *, was_aborted: bool, flag: int) -> "Settling":
+        """Begins to settle how it ended."""
 
     def find_unreducible(self) -> Exception | None:
         """An error for gradients of this pass that can't be reduced."""
@@ -273,13 +280,19 @@ class StepInBackward:
             self._start()
             while self._has_next():
                 self._launch_next()
-            self._finish_all()
+            self._step_all()
             self._step_empty()
+            if self._stage.steps_everywhere:  # what has been gathered, which may fail
+                self._complete_all()
             error = self._error
             if error is None and self._used is None:  # else all ranks know
                 error = self._reductions.find_unreducible()
             wish = self._wish()
-            agreed = self._reductions.settle_steps(error, was_aborted=was_aborted, flag=wish)
+            settling = self._reductions.settle_steps(error, was_aborted=was_aborted, flag=wish)
+            self._complete_all()
+            agreed = settling.wait()
+            if self._error is not None and self._error is not error:
+                raise self._error
             if was_aborted:
                 return
             if agreed == _HAS_THAWED:
@@ -308,8 +321,9 @@ class StepInBackward:
         for number, bucket in enumerate(self._reductions.buckets):
             if not bucket.layout.trainable:
                 self._launch(number)
-        self._finish_all()
-        self._reductions.settle_steps(self._error, was_aborted=False, flag=0)
+        self._step_all()
+        self._complete_all()
+        self._reductions.settle_steps(self._error, was_aborted=False, flag=0).wait()
 
     def _change_order(self) -> None:
         """Note [Order of steps]."""
@@ -376,10 +390,12 @@ class StepInBackward:
         under_way += sum(each.kept_nbytes for each in self._gathered)
         return under_way > self._capacity_bytes
 
-    def _finish_all(self) -> None:
+    def _step_all(self) -> None:
         while self._sent:
             self._finish_oldest()
         self._step_averaged()
+
+    def _complete_all(self) -> None:
         while self._gathered:
             self._complete_oldest()
 
