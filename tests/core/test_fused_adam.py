@@ -96,6 +96,12 @@ def one_count_shared(optimizer: Optimizer, iteration: int) -> None:
         optimizer.state[first]["step"] = optimizer.state[second]["step"]
 
 
+def one_count_shared_early(optimizer: Optimizer, iteration: int) -> None:
+    if iteration == 1:  # before they lie side by side
+        first, second = parameters_of(optimizer)[:2]
+        optimizer.state[first]["step"] = optimizer.state[second]["step"]
+
+
 def state_dropped(optimizer: Optimizer, iteration: int) -> None:
     if iteration == 3:
         optimizer.state.pop(parameters_of(optimizer)[4])
@@ -125,6 +131,7 @@ def group_added(optimizer: Optimizer, iteration: int) -> None:
         (one_count_set, [False, True, True, True, True, True]),
         (one_count_replaced, [False, True, True, False, False, False]),
         (one_count_shared, [False, True, True, False, False, False]),
+        (one_count_shared_early, [False, False, False, False, False, False]),
         (state_dropped, [False, True, True, False, False, False]),
         (loaded, [False, True, True, True, True, True]),
         (group_added, [False, True, False, True, True, True]),
@@ -180,6 +187,33 @@ def test_parameters_used_in_some_iterations(watch: Watch) -> None:
         theirs.step()
         assert_same(ours, theirs)
     assert watch.answers == [False, True, False, True, False]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_twice_in_a_group_is_stepped_as_torch_does(watch: Watch) -> None:
+    ours, theirs = two_groups(AdamW), two_groups(AdamW)
+    for optimizer in (ours, theirs):
+        first, second = (torch.nn.Parameter(torch.full((3,), value)) for value in (1.0, 2.0))
+        optimizer.add_param_group({"params": [first, second, first]})
+    for iteration in range(4):
+        for optimizer in (ours, theirs):
+            give_gradients(optimizer, iteration)
+        step_inner(ours, None, {})
+        theirs.step()
+        assert_same(ours, theirs)
+    assert watch.answers == [False, False, False, False]
+
+
+def test_counts_made_outside_of_inference_mode_stay_usable_there(watch: Watch) -> None:
+    ours, theirs = two_groups(AdamW), two_groups(AdamW)
+    for iteration, without in enumerate([range(0), range(0), range(4), range(0)]):
+        for optimizer in (ours, theirs):
+            give_gradients(optimizer, iteration, without)
+        with torch.inference_mode(iteration == 1):
+            step_inner(ours, None, {})
+            theirs.step()
+        assert_same(ours, theirs)
+    assert watch.answers == [False, False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,12 @@ def _side_by_side(
             and len(set(map(_address_of, counts))) == len(counts)
         )
         return (counts, base) if is_whole else None
-    if any(map(operator.is_not, bases, repeat(None))) or not all(map(_is_count, counts)):
+    if (
+        any(map(operator.is_not, bases, repeat(None)))
+        or not all(map(_is_count, counts))
+        or len(set(map(_address_of, counts))) < len(counts)  # one counts for several, or twice
+        or torch.is_inference_mode_enabled()  # what is made there can't be written to elsewhere
+    ):
         return None
     base = torch.stack(counts)
     views = base.unbind()
@@ -149,6 +154,7 @@ def _is_count(tensor: torch.Tensor) -> bool:
         and tensor.is_cpu
         and not tensor.ndim
         and not tensor.requires_grad
+        and not tensor.is_inference()
     )
 
 
