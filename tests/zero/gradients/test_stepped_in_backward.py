@@ -1,6 +1,7 @@
 """``overlap_with_ddp=True`` over our own reduction: the results of the step after backward."""
 
 import io
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -418,3 +419,29 @@ def test_a_step_without_effect_makes_state(run: Run) -> None:
     first, second = run(2, _state_made_by_a_step_without_effect)
     assert first > 0
     assert second == 0
+
+
+def _listed_twice(resident: bool, early: bool) -> None:
+    def params_of(model: nn.Module) -> list[nn.Parameter]:
+        first, *rest = model.parameters()
+        return [first, *rest, first]
+
+    def make_two() -> nn.ParameterList:
+        return make_parameters((3,), (4, 2))
+
+    with stepping(early=early), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate")
+        twins = Twins(
+            make_two,
+            options={"lr": 0.05, "fused": True},
+            params_of=params_of,
+            parameters_as_bucket_view=resident,
+        )
+        twins.train(squares)
+
+
+@MODES
+def test_a_parameter_that_a_group_lists_twice_is_stepped_twice(
+    run: Run, resident: bool, early: bool
+) -> None:
+    run(2, _listed_twice, resident, early)

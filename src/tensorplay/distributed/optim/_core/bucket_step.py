@@ -15,6 +15,7 @@ Note [Counted once]
 import copy
 import operator
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -22,7 +23,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tensorplay.distributed.optim._core.wrapped_optimizer import options_of, step_inner
+from tensorplay.distributed.optim._core.wrapped_optimizer import (
+    all_parameters,
+    options_of,
+    step_inner,
+)
 
 _ABSENT = object()
 
@@ -57,6 +62,8 @@ class BucketStepper:
             for parameter in group["params"]:
                 self._group_of[id(parameter)] = index
                 self._kinds[id(parameter)] = _kind_of(parameter)
+        times = Counter(map(id, all_parameters(self._optimizer.param_groups)))
+        self._repeated = {key: number for key, number in times.items() if number > 1}
         state = self._optimizer.state
         self._loose = {key: state[key] for key in state if not isinstance(key, torch.Tensor)}
         self._num_states = len(state)
@@ -65,6 +72,8 @@ class BucketStepper:
         """``new`` has taken the place of ``old`` in groups and state."""
         self._group_of[id(new)] = self._group_of.pop(id(old))
         self._kinds[id(new)] = self._kinds.pop(id(old))
+        if id(old) in self._repeated:
+            self._repeated[id(new)] = self._repeated.pop(id(old))
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether the optimizer has ``parameter``."""
@@ -84,6 +93,8 @@ class BucketStepper:
         with self._lock:
             optimizer = self._optimizer
             groups = optimizer.param_groups
+            if self._repeated:  # torch steps what a group lists twice twice, and warns
+                parameters = [p for p in parameters for _ in range(self._repeated.get(id(p), 1))]
             members = self._members_of(parameters)
             # Once per iteration also those groups in which nothing is ready, for their counters.
             indices = range(len(groups)) if self._is_first else sorted(members)
