@@ -26,8 +26,8 @@ def counted_calls() -> Iterator[list[str]]:
     calls: list[str] = []
     original = rpc.rpc_async
 
-    def count(worker: str, *args: Any) -> Any:
-        calls.append(worker)
+    def count(worker: Any, *args: Any) -> Any:
+        calls.append(getattr(worker, "name", worker))
         return original(worker, *args)
 
     rpc.rpc_async = count
@@ -37,27 +37,29 @@ def counted_calls() -> Iterator[list[str]]:
         rpc.rpc_async = original
 
 
-def _calls(options: dict[str, Any], expected: int) -> None:
+def _calls(options: dict[str, Any], expected: int, new_lr: bool) -> None:
     placed = Placed(PLACEMENT)
     optimizer = DistributedOptimizer(torch.optim.SGD, placed.params(), lr=0.1, **options)
     with dist_autograd.context() as context_id:
         placed.backward(context_id, 0)
         for _ in range(2):
-            optimizer.param_groups[0]["lr"] *= 0.5
+            if new_lr:
+                optimizer.param_groups[0]["lr"] *= 0.5
             with counted_calls() as calls:
                 optimizer.step(context_id)
             assert sorted(calls) == sorted(expected * ["owner1", "owner2"])
 
 
+@pytest.mark.parametrize("new_lr", [False, True])
 @pytest.mark.parametrize(
     ("options", "expected"),
     [({}, 1), ({"clip_grad_norm": 1.0}, 2), ({"atomic": True}, 3)],
     ids=["plain", "clipped", "atomic"],
 )
 def test_calls_per_step_to_each_worker(
-    workers: Workers, options: dict[str, Any], expected: int
+    workers: Workers, options: dict[str, Any], expected: int, new_lr: bool
 ) -> None:
-    workers.train(_calls, options, expected)
+    workers.train(_calls, options, expected, new_lr)
 
 
 SCHEDULERS: dict[str, Any] = {
@@ -101,6 +103,68 @@ def _optimizers_options() -> None:
 
 def test_options_that_the_optimizer_writes_come_back(workers: Workers) -> None:
     workers.train(_optimizers_options)
+
+
+class WritesInPlace(torch.optim.SGD):
+    """SGD whose step changes options without assigning them; it fails after that, if it is to."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=torch.tensor(lr))
+        for group in self.param_groups:
+            group.update(seen=[], fails=False)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["lr"].mul_(0.5)
+            group["seen"].append(len(group["seen"]))
+            if group["fails"]:
+                raise ArithmeticError("Error running optimizer.")
+        return loss
+
+
+def _written_in_place(atomic: bool) -> None:
+    placed = Placed(PLACEMENT)
+    optimizer = DistributedOptimizer(WritesInPlace, placed.params(), lr=0.1, atomic=atomic)
+    plain = Plain(WritesInPlace, 4, lr=0.1)
+    for step in range(3):
+        placed.train(optimizer, [step])
+        plain.train([step])
+        require_equal(in_order(plain.optimizer.state_dict()), optimizer.state_dict())
+        if step == 1:
+            for group in (optimizer.param_groups[0], plain.optimizer.param_groups[0]):
+                group["lr"].fill_(0.3)
+                group["seen"].clear()
+    require_equal(plain.values(), placed.values())
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_options_that_the_optimizer_writes_in_place_come_back(
+    workers: Workers, atomic: bool
+) -> None:
+    workers.train(_written_in_place, atomic)
+
+
+def _undone_in_place() -> None:
+    placed = Placed(PLACEMENT)
+    optimizer = DistributedOptimizer(WritesInPlace, placed.params(), lr=0.1, atomic=True)
+    plain = Plain(WritesInPlace, 4, lr=0.1)
+    placed.train(optimizer, [0])
+    plain.train([0])
+    optimizer.param_groups[0]["fails"] = True
+    with pytest.raises(RuntimeError, match="nothing has changed on any worker"):
+        placed.train(optimizer, [1])
+    optimizer.param_groups[0]["fails"] = False
+    for handle in optimizer.remote_optimizers:
+        held = handle.rpc_sync().describe()[1]
+        assert (held[0]["lr"].item(), held[0]["seen"]) == (torch.tensor(0.05).item(), [0])
+    placed.train(optimizer, [2])
+    plain.train([2])
+    require_equal(plain.values(), placed.values())
+
+
+def test_an_undone_step_undoes_what_it_wrote_in_place(workers: Workers) -> None:
+    workers.train(_undone_in_place)
 
 
 def _tensor_lr() -> None:

@@ -1,4 +1,4 @@
-"""The options of a param group that its owners have: which of the trainer's are news to them."""
+"""The options of a param group that the other side has: which of this side's are news to it."""
 
 import operator
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class KnownOptions:
-    """What has been sent to the owners of a group, or come from them.
+    """What the trainer has sent to the owners of a group or got from them; on an owner, before a step.
 
     What can be changed in place is known as a copy. A group without such options is looked through
     once: as long as it holds the same objects there is no news.
@@ -25,17 +25,17 @@ class KnownOptions:
         self._looked_through: tuple[Any, ...] = ()
 
     def take(self, options: Mapping[str, Any]) -> None:
-        """The owners have these."""
+        """The other side has these."""
         self._known.update(clone(dict(options)))
         self._looked_through = ()
 
     def forget(self) -> None:
-        """Nobody knows what the owners have."""
+        """Nobody knows what the other side has."""
         self._known.clear()
         self._looked_through = ()
 
     def news(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies of the options that the owners don't have; the group's parameters are none."""
+        """Copies of the options that the other side doesn't have; the group's parameters are none."""
         objects = (*group, *group.values())
         seen = self._looked_through
         if len(objects) == len(seen) and all(map(operator.is_, objects, seen)):

@@ -17,6 +17,7 @@ from tensorplay.distributed.optim._core.wrapped_optimizer import (
     bare_step,
     options_of,
 )
+from tensorplay.distributed.optim.remote.known_options import KnownOptions
 
 CPU = torch.device("cpu")
 
@@ -98,7 +99,7 @@ class LocalOptimizer:
                 optim.param_groups[position].update(options)
             if changes:
                 self._look_again()
-            before = [dict(group) for group in optim.param_groups] if self._writes_options else []
+            before = _known(optim.param_groups) if self._writes_options else []
             if scale is not None:
                 gradients = {p: gradient * scale for p, gradient in gradients.items()}
             self._step_with(gradients)
@@ -106,7 +107,7 @@ class LocalOptimizer:
             if undo is not None:
                 undo()
             raise
-        return (_changes_between(before, optim.param_groups) if before else {}), undo
+        return _news(before, optim.param_groups), undo
 
     def squared_norm(self, context_id: int) -> float:
         """The sum of the squares of the gradients' elements."""
@@ -242,7 +243,7 @@ class LocalOptimizer:
         values = {parameter: parameter.detach().clone() for parameter in gradients}
         others = set(self._names) - set(values)
         state = {key: clone(value) for key, value in optim.state.items() if key not in others}
-        groups = [dict(group) for group in optim.param_groups]
+        groups = [{**group, **clone(options_of(group))} for group in optim.param_groups]
 
         @torch.no_grad()
         def undo() -> None:
@@ -289,16 +290,19 @@ def _is_float32(step: Any) -> bool:
     return step is None or (isinstance(step, torch.Tensor) and step.dtype == torch.float32)
 
 
-def _changes_between(
-    before: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]]
-) -> Changes:
+def _known(groups: Iterable[Mapping[str, Any]]) -> list[KnownOptions]:
+    """Copies of the options, since a step may write to them in place."""
+    known = []
+    for group in groups:
+        known.append(KnownOptions())
+        known[-1].take(options_of(group))
+    return known
+
+
+def _news(before: Iterable[KnownOptions], groups: Iterable[Mapping[str, Any]]) -> Changes:
     changes = {}
-    for position, (old, new) in enumerate(zip(before, now, strict=False)):  # before may be empty
-        changed = {
-            key: clone(value, CPU)
-            for key, value in options_of(new).items()
-            if key not in old or old[key] is not value
-        }
-        if changed:
-            changes[position] = changed
+    for position, (known, group) in enumerate(zip(before, groups, strict=False)):  # maybe none
+        news = known.news(group)
+        if news:
+            changes[position] = news
     return changes
