@@ -11,7 +11,7 @@ from torch.distributed.nn import RemoteModule
 
 from tensorplay.distributed.optim import DistributedOptimizer
 from tests.reference.training import require_equal
-from tests.remote.workers import OWNERS, Placed, Plain, Workers, call, gradient
+from tests.remote.workers import OWNERS, Placed, Plain, Workers, call, gradient, make_params
 
 PLACEMENT = {"owner1": [0, 3], "owner2": [1, 2]}
 
@@ -74,6 +74,59 @@ def test_clipping_equals_that_of_one_process(
     workers: Workers, max_norm: float, atomic: bool
 ) -> None:
     workers.train(_clip, max_norm, atomic)
+
+
+def _clip_of_dtype(dtype: torch.dtype) -> None:
+    placed = Placed({"owner1": [0, 5], "owner2": [1, 3]}, (), dtype)  # 5 is empty, 3 a scalar
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD, placed.params(), lr=1.0, clip_grad_norm=0.5, fused=False
+    )
+    params = {i: p for i, p in make_params(range(6), (), dtype).items() if i in {0, 1, 3, 5}}
+    plain = torch.optim.SGD(params.values(), lr=1.0)
+    placed.train(optimizer, range(2))
+    for step in range(2):
+        for index, p in params.items():
+            p.grad = gradient(index, step, p.shape, p.dtype)
+        nn.utils.clip_grad_norm_(params.values(), 0.5)
+        plain.step()
+    for expected, actual in zip(params.values(), placed.values(), strict=True):
+        torch.testing.assert_close(actual, expected.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+def test_clipping_in_other_dtypes_and_of_empty_parameters(
+    workers: Workers, dtype: torch.dtype
+) -> None:
+    workers.train(_clip_of_dtype, dtype)
+
+
+def _size(size: float) -> None:
+    placed = Placed({"owner1": [3], "owner2": [9]}, (), torch.float64)  # scalars
+    optimizer = DistributedOptimizer(torch.optim.SGD, placed.params(), lr=1.0, clip_grad_norm=1.0)
+    params = [p.requires_grad_() for p in placed.values()]
+    with dist_autograd.context() as context_id:
+        losses = [
+            call(placed.models[name], "loss", 0, None)
+            * (size / gradient(i, 0, (), torch.float64).item())
+            for name, i in zip(OWNERS, (3, 9), strict=True)
+        ]
+        dist_autograd.backward(context_id, losses)
+        optimizer.step(context_id)
+    for p in params:
+        p.grad = torch.tensor(size, dtype=torch.float64)
+    nn.utils.clip_grad_norm_(params, 1.0)
+    torch.optim.SGD(params, lr=1.0).step()
+    for expected, actual in zip(params, placed.values(), strict=True):
+        torch.testing.assert_close(actual, expected.detach())
+
+
+@pytest.mark.parametrize(
+    "size",
+    [1e-200, 1e100, 1.3e154, 1e200],
+    ids=["tiny", "huge", "the sum of squares overflows", "a square overflows"],
+)
+def test_clipping_tiny_and_huge_gradients(workers: Workers, size: float) -> None:
+    workers.train(_size, size)
 
 
 def _an_infinite_norm() -> None:

@@ -384,7 +384,7 @@ class RemoteOptimizer(StateDictHooks):
         if self.clip_grad_norm is None:
             return None
         squares = self._ask("step()", "squared_norm", context_id, state=UNCHANGED)
-        scale = self.clip_grad_norm / (math.sqrt(math.fsum(squares.values())) + 1e-6)
+        scale = self.clip_grad_norm / (math.sqrt(sum(squares.values())) + 1e-6)
         return None if scale >= 1 else scale
 
     def _ask(self, call: str, action: str, *arguments: Any, state: str) -> dict[str, Any]:
