@@ -58,6 +58,34 @@ def test_what_changes_in_place_is_news(value: Any) -> None:
     assert str(news["option"]) == str(value)
 
 
+def test_tensors_inside_of_something() -> None:
+    inner = torch.ones(2)
+    them, group = known({"lr": 0.1, "option": [1, {"a": (inner,)}]})
+    assert them.news(group) == {}
+    inner.add_(1)
+    assert str(them.news(group)) == str({"option": [1, {"a": (inner,)}]})
+    group["option"] = [1, {"a": (torch.ones(2), 3)}]
+    assert list(them.news(group)) == ["option"]
+    group["option"] = [1, {"a": (torch.ones(2),)}]
+    assert them.news(group) == {}
+
+
+class Array:
+    """Compares as arrays do, element by element."""
+
+    __hash__ = None  # type: ignore[assignment]  # an array has none
+
+    def __eq__(self, other: object) -> Any:
+        return torch.tensor([True, True])
+
+
+def test_what_can_t_be_compared_is_news() -> None:
+    them, group = known({"lr": 0.1})
+    group["weights"] = Array()
+    them.take({"weights": Array()})
+    assert list(them.news(group)) == ["weights"]
+
+
 def test_a_key_that_took_another_ones_place_and_value() -> None:
     them, group = known({"lr": 0.1, "eps": None})
     del group["eps"]
