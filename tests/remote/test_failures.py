@@ -98,6 +98,40 @@ def test_an_atomic_step_that_raises_anywhere_changes_nothing_anywhere(
     workers.train(_atomic, num_steps_before)
 
 
+class Leaves(torch.optim.SGD):
+    """Wants to end the process after the update, if it has an option set."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["leaves"] = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        if self.param_groups[0]["leaves"]:
+            raise SystemExit("Leaving.")
+        return loss
+
+
+def _leaving(atomic: bool) -> None:
+    placed = Placed({"owner1": [0], "owner2": [1]})
+    optimizer = DistributedOptimizer(Leaves, placed.params(), lr=0.1, atomic=atomic)
+    before = placed.values()
+    optimizer.param_groups[0]["leaves"] = True
+    with pytest.raises(RuntimeError, match=r"(?s)owner1, owner2.*SystemExit: Leaving"):
+        placed.train(optimizer, range(1))
+    if atomic:
+        require_equal(before, placed.values(), "parameters: ")
+    optimizer.param_groups[0]["leaves"] = False
+    placed.train(optimizer, range(1))
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_a_step_that_wants_to_end_its_process_fails_like_others(
+    workers: Workers, atomic: bool
+) -> None:
+    workers.train(_leaving, atomic)
+
+
 def _resent() -> None:
     placed = Placed({"owner1": [0], "owner2": [1]})
     optimizer = DistributedOptimizer(

@@ -130,7 +130,7 @@ def answer(action: str, arguments: tuple[Any, ...]) -> Any:
         return _ACTIONS[action](*arguments)
     except BusyError:
         return Busy()
-    except Exception as error:  # noqa: BLE001 - the trainer raises it
+    except BaseException as error:  # noqa: BLE001 - the trainer raises it, SystemExit too
         return Failure.of(error)
 
 

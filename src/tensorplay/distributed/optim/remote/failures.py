@@ -28,7 +28,7 @@ class Failure:
     answered: bool = True
 
     @classmethod
-    def of(cls, error: Exception) -> "Failure":
+    def of(cls, error: BaseException) -> "Failure":
         """Takes an exception that has been caught on the worker where it was raised."""
         kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
         return cls(kind.__name__, "".join(traceback.format_exception(error)).rstrip())

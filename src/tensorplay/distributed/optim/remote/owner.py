@@ -103,7 +103,7 @@ class LocalOptimizer:
             if scale is not None:
                 gradients = {p: gradient * scale for p, gradient in gradients.items()}
             self._step_with(gradients)
-        except Exception:
+        except BaseException:
             if undo is not None:
                 undo()
             raise
@@ -137,7 +137,7 @@ class LocalOptimizer:
             optim.load_state_dict(state_dict)
             self._look_again()
             return self.describe()[1], undo
-        except Exception:
+        except BaseException:
             undo()
             raise
 
@@ -158,7 +158,7 @@ class LocalOptimizer:
             optim.add_param_group(group)
             self._look_again()
             return self.describe()[1][-1], undo
-        except Exception:
+        except BaseException:
             undo()
             raise
 
