@@ -1,12 +1,16 @@
 """What raises on a worker raises here: every failing worker is named, and what holds elsewhere."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import rpc
 
 from tensorplay.distributed.optim import DistributedOptimizer
+from tensorplay.distributed.optim.remote import endpoints
 from tests.reference.training import require_equal
 from tests.remote.workers import Placed, Workers
 
@@ -149,3 +153,35 @@ def _resent() -> None:
 
 def test_options_reach_a_worker_after_a_failed_step(workers: Workers) -> None:
     workers.train(_resent)
+
+
+def test_a_restarted_worker_knows_no_key_from_before() -> None:
+    script = """
+from tensorplay.distributed.optim.remote import endpoints
+print(next(endpoints._keys))
+"""
+    runs = [
+        subprocess.run(  # noqa: S603  # our own interpreter, our own statements
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True
+        )
+        for _ in range(2)
+    ]
+    assert int(runs[0].stdout) != int(runs[1].stdout)
+
+
+def _restarted() -> None:
+    placed = Placed({"owner1": [0], "owner2": [1]})
+    optimizer = DistributedOptimizer(torch.optim.SGD, placed.params(), lr=0.1)
+    before = placed.values()
+    rpc.rpc_sync("owner2", _forget_all)
+    with pytest.raises(RuntimeError, match=r"(?s)\(owner2\).*owner1.*was this worker restarted"):
+        placed.train(optimizer, range(1))
+    torch.testing.assert_close(placed.values()[1], before[1], rtol=0.0, atol=0.0)
+
+
+def _forget_all() -> None:
+    endpoints._optimizers.clear()
+
+
+def test_the_error_asks_whether_a_worker_was_restarted(workers: Workers) -> None:
+    workers.train(_restarted)

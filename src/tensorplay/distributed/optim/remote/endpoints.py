@@ -19,6 +19,7 @@ each of RPC's threads (16, if nothing else is asked for), and they go when the p
 import ctypes
 import itertools
 import pickle
+import secrets
 import sys
 import threading
 import warnings
@@ -40,7 +41,8 @@ class Busy:
 
 
 _turns = Turns()
-_keys = itertools.count()
+# From anywhere: a worker that was restarted under its old name must not know a key from before.
+_keys = itertools.count(secrets.randbits(62))
 _keys_lock = threading.Lock()
 # An RRef on the trainer keeps each alive.
 _optimizers: WeakValueDictionary[int, LocalOptimizer] = WeakValueDictionary()
