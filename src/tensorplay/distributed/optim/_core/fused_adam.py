@@ -1,9 +1,9 @@
 """The step of a fused ``Adam`` or ``AdamW`` without torch's loops around the kernel.
 
-With thousands of small tensors, or a few that are very small, torch's own ``step`` takes longer to collect them, and to count the
-steps of each by itself, than the kernel takes to update them. Here loops of C collect them, and the
-counts lie side by side (see Note), so that one operation advances all. The kernel is torch's, and
-so is all that it is given: results are the same, bit for bit.
+With thousands of small tensors, or a few that are very small, torch's own ``step`` takes longer to
+collect them, and to count the steps of each by itself, than the kernel takes to update them. Here
+loops of C collect them, and the counts lie side by side (see Note), so that one operation advances
+all. The kernel is torch's, and so is all that it is given: results are the same, bit for bit.
 
 Note [Counts side by side]
     The state keeps a scalar tensor under ``"step"`` for each parameter, as torch's does; but those
