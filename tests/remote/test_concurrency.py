@@ -57,6 +57,21 @@ def _mixed() -> None:
     assert not errors, errors
 
 
+def _one_optimizer(atomic: bool) -> None:
+    params = [rpc.remote(name, shared) for name in OWNERS]
+    optimizer = DistributedOptimizer(OwnGradients, params, lr=1.0, atomic=atomic)
+
+    def train() -> None:
+        for _ in range(STEPS):
+            with dist_autograd.context() as context_id:
+                losses = [rpc.rpc_sync(name, loss, (-1.0,)) for name in OWNERS]
+                dist_autograd.backward(context_id, losses)
+                optimizer.step(context_id)
+
+    errors = run_threads(*[train] * 8)
+    assert not errors, errors
+
+
 def _reset() -> None:
     for name in OWNERS:
         rpc.rpc_sync(name, reset)
@@ -74,6 +89,14 @@ def test_steps_of_two_trainers_with_two_threads_each_all_count(
     workers.train(_steps, atomic, 2, ranks=(0, 3))
     (values,) = workers.train(_values)
     assert values == [[4.0 * STEPS] * 2] * 2
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_threads_that_share_an_optimizer(workers: Workers, atomic: bool) -> None:
+    workers.train(_reset)
+    workers.train(_one_optimizer, atomic)
+    (values,) = workers.train(_values)
+    assert values == [[8.0 * STEPS] * 2] * 2
 
 
 def test_atomic_and_other_steps_at_once_all_count(workers: Workers) -> None:

@@ -1,6 +1,5 @@
 """What the user holds: an optimizer whose parameters are elsewhere."""
 
-import itertools
 import math
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -92,7 +91,6 @@ class RemoteOptimizer(StateDictHooks):
         self.clip_grad_norm = clip_grad_norm
         self.atomic = bool(atomic)
         self._constructor = (optimizer_class, args, kwargs)
-        self._tokens = (f"{uuid.uuid4().hex} {number}" for number in itertools.count())
         self._owners: dict[str, _Owner] = {}
         self._known: list[KnownOptions] = []  # of each group
         super().__init__(_canonical(params_rref), {})
@@ -428,7 +426,7 @@ class RemoteOptimizer(StateDictHooks):
 
     def _in_turns(self, changes: Mapping[str, Change]) -> tuple["Outcome", str]:
         """Prepares all changes, then keeps all or undoes all; says what holds after failures."""
-        token = next(self._tokens)
+        token = uuid.uuid4().hex
         taken = self._calls.take_turns(changes, token)
         if taken.failures:
             self._calls.ask(dict.fromkeys(taken.answers, ("end_turn", token, False)))
