@@ -643,6 +643,13 @@ class GradientReducer:
             self._receive_memory.take_back(transfer.lent)
         return finite
 
+    def as_dense(self, gradient: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002 - others do
+        """See :class:`Reductions`."""
+        return None
+
+    def averaged(self, transfer: Transfer) -> None:
+        """See :class:`Reductions`."""
+
     def show(self, transfer: Transfer, used: set[int]) -> None:
         """See :class:`Reductions`."""
         bucket, result = transfer.bucket, transfer.result

@@ -50,6 +50,12 @@ class Reductions(Protocol):
     def finish(self, transfer: Transfer) -> torch.Tensor | None:
         """Waits for one and averages; returns a scalar that is finite if all of it is."""
 
+    def as_dense(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """What is to be sent of a gradient that isn't dense; ``None``: it is refused at the end."""
+
+    def averaged(self, transfer: Transfer) -> None:
+        """A bucket is complete on its owners while backward goes on; ``transfer`` is its last."""
+
     def show(self, transfer: Transfer, used: set[int]) -> None:
         """Makes averages visible, given the last transfer of a bucket."""
 
@@ -190,7 +196,7 @@ class DuringBackward:
         for index in members:
             gradient = parameters[index].grad
             if gradient is not None and gradient.layout is not torch.strided:
-                parameters[index].grad = None  # settle_end() will refuse it
+                parameters[index].grad = self._reductions.as_dense(gradient)
         self._has.update({index: parameters[index].grad is not None for index in members})
         is_detached = False
         for transfer in self._reductions.launch(bucket):
@@ -207,6 +213,7 @@ class DuringBackward:
         self._finite.append(self._reductions.finish(transfer))
         if transfer.is_last:
             self._complete.append(transfer)
+            self._reductions.averaged(transfer)
 
 
 def _last_parameter(bucket: GradientBucket) -> int:

@@ -2,6 +2,8 @@
 
 Each rank averages an even slice of every bucket, as an owner would, in the memory of its own
 gradients; then the slices are gathered. On gloo this sends what an all-reduce sends, and is faster.
+Both may begin while backward goes on: then a bucket is gathered as soon as it has been averaged,
+and shown when backward has ended and all ranks know which gradients there are.
 """
 
 import itertools
@@ -9,6 +11,7 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -43,6 +46,15 @@ _is_sparse = operator.attrgetter("is_sparse")
 _kind_of_sparse = {False: _DENSE, True: _SPARSE}
 
 
+class _Gathering(NamedTuple):
+    """Averages under way to every rank."""
+
+    transfer: Transfer
+    waitable: Waitable
+    used: set[int] | None
+    """Which parameters get them; ``None`` while that isn't known."""
+
+
 class AveragedEverywhere(GradientReducer):
     """Averages gradients of every rank's backward passes, for every rank.
 
@@ -72,7 +84,7 @@ class AveragedEverywhere(GradientReducer):
             communicator,
             agreement,
             CAPACITY_BYTES,
-            during_backward=False,
+            during_backward=policy.overlap_with_backward,
             num_kept=sys.maxsize,
         )
         self._policy = policy
@@ -80,7 +92,8 @@ class AveragedEverywhere(GradientReducer):
         self._announce = announce
         self._check = check
         self._num_passes = 0
-        self._gathering: deque[tuple[Transfer, Waitable, set[int]]] = deque()
+        self._gathering: deque[_Gathering] = deque()
+        self._gathered: set[GradientBucket] = set()
         self._sparse: dict[int, torch.Tensor | None] = {}
         self._bucket_of: dict[int, GradientBucket] = {}
         self.divides_by_world_size = True
@@ -122,7 +135,11 @@ class AveragedEverywhere(GradientReducer):
     def end(self) -> None:
         """See :class:`BackwardObserver`."""
         self._times.end("backward")
-        super().end()
+        if self._schedule.hears_ready and self._reduces_this_pass():
+            with self._times.measure("reduction"):
+                super().end()
+        else:
+            super().end()
 
     def abandon(self) -> None:
         """See :class:`BackwardObserver`."""
@@ -165,9 +182,13 @@ class AveragedEverywhere(GradientReducer):
         return self._has_unreduced_passes
 
     def reduce_nothing(self, num_begun: int) -> None:
-        """Takes part in a reduction after a backward pass of other ranks."""
+        """Takes part in the reduction of a backward pass of other ranks."""
         self.backward_pass.num_begun = num_begun
-        self.reduce("backward")
+        if self._schedule.hears_ready:
+            self._schedule.begin(syncs=True)
+            self._schedule.end()
+        else:
+            self.reduce("backward")
 
     # Reductions
 
@@ -197,7 +218,14 @@ class AveragedEverywhere(GradientReducer):
 
     def find_unreducible(self) -> Exception | None:
         """See :class:`GradientReducer`."""
+        is_open_to_sparse = self._policy.sparse_as_dense or not self._schedule.hears_ready
         for index, layout in self.backward_pass.layouts.items():
+            if not is_open_to_sparse:
+                return TypeError(
+                    f"the gradient of parameter {index} has layout {layout}; while backward goes on "
+                    "only dense gradients can be averaged: pass sparse_as_dense=True, or "
+                    "overlap_with_backward=False"
+                )
             if layout is not torch.sparse_coo:
                 return TypeError(
                     f"the gradient of parameter {index} has layout {layout}; only dense and COO "
@@ -222,22 +250,53 @@ class AveragedEverywhere(GradientReducer):
     ) -> torch.Tensor:
         return local[start:end]
 
-    def show(self, transfer: Transfer, used: set[int]) -> None:
+    def as_dense(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`GradientReducer`."""
+        is_wanted = self._policy.sparse_as_dense and gradient.is_sparse
+        return gradient.to_dense() if is_wanted else None
+
+    def averaged(self, transfer: Transfer) -> None:
         """See :class:`GradientReducer`: it launches the gather of a bucket's averages."""
+        self._launch_gather(transfer)
+        while len(self._gathering) > NUM_GATHERED:
+            self._await_oldest()
+
+    def settle_end(self, has: dict[int, bool], *, was_aborted: bool, is_late: bool) -> set[int]:
+        """See :class:`GradientReducer`."""
+        while self._gathering:
+            self._await_oldest()
+        try:
+            return super().settle_end(has, was_aborted=was_aborted, is_late=is_late)
+        except BaseException:
+            self._gathered.clear()
+            raise
+        finally:
+            if was_aborted:
+                self._gathered.clear()
+
+    def show(self, transfer: Transfer, used: set[int]) -> None:
+        """See :class:`GradientReducer`. What hasn't been gathered yet is shown a little later."""
+        if transfer.bucket in self._gathered:
+            self._gathered.remove(transfer.bucket)
+            self._show_averages(transfer, used)
+            return
+        self._launch_gather(transfer, used)
+        if len(self._gathering) > NUM_GATHERED:
+            self._await_oldest()
+
+    def _launch_gather(self, transfer: Transfer, used: set[int] | None = None) -> None:
         start, end = self._own_extent(transfer.bucket.layout)
         if transfer.payload is not transfer.local:
             transfer.payload[start:end].copy_(transfer.local[start:end])
         cuts = transfer.bucket.layout.cuts
         gathering = self._communicator.gather_from_owners(transfer.payload, cuts)
-        self._gathering.append((transfer, gathering, used))
-        if len(self._gathering) > NUM_GATHERED:
-            self._finish_gathering()
+        self._gathering.append(_Gathering(transfer, gathering, used))
 
-    def _finish_gathering(self) -> None:
-        transfer, gathering, used = self._gathering.popleft()
-        bucket = transfer.bucket
+    def _await_oldest(self) -> None:
+        oldest = self._gathering.popleft()
+        transfer, bucket = oldest.transfer, oldest.transfer.bucket
         try:
-            gathering.wait()
+            oldest.waitable.wait()
         except CommunicationError as error:
             raise CommunicationError(
                 f"gathering averaged gradients failed in the bucket that holds "
@@ -246,6 +305,13 @@ class AveragedEverywhere(GradientReducer):
             ) from error
         if transfer.payload is not transfer.local:
             transfer.local.copy_(transfer.payload)
+        if oldest.used is None:
+            self._gathered.add(bucket)
+        else:
+            self._show_averages(transfer, oldest.used)
+
+    def _show_averages(self, transfer: Transfer, used: set[int]) -> None:
+        bucket = transfer.bucket
         averages = bucket.views(transfer.local, 0)
         bucket.release()
         if not self._set_aside and used.issuperset(averages):
@@ -265,7 +331,7 @@ class AveragedEverywhere(GradientReducer):
 
     def _conclude(self, finite: Sequence[torch.Tensor]) -> None:  # noqa: ARG002 - every rank sees them all
         while self._gathering:
-            self._finish_gathering()
+            self._await_oldest()
         own, self._sparse = self._sparse, {}
         if own:
             averages = average_sparse(

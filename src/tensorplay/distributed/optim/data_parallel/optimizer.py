@@ -116,6 +116,10 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
             same rounded averages.
         sparse_as_dense: whether sparse gradients are made dense and averaged as such, instead of
             gathering all ranks' rows.
+        overlap_with_backward: whether each bucket is averaged as soon as its gradients are there,
+            while backward goes on; sparse gradients need ``sparse_as_dense`` then. By default
+            where parameters are on an accelerator: on CPUs it takes the processor from backward,
+            and pays over slow links only.
         clip_grad_norm: if given, :meth:`step` scales the averaged gradients so that their 2-norm is
             at most this, as ``torch.nn.utils.clip_grad_norm_`` does.
         **defaults: options for ``optim`` if it is a class or a function.
@@ -153,6 +157,7 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
         backward_passes_per_step: int = 1,
         compression: str | None = "none",
         sparse_as_dense: bool = False,
+        overlap_with_backward: bool | None = None,
         clip_grad_norm: float | None = None,
         **defaults: Any,
     ) -> None:
@@ -165,6 +170,7 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
                 backward_passes_per_step,
                 compression or "none",
                 bool(sparse_as_dense),
+                overlap_with_backward,
             )
             inner = make_inner(optim, params, defaults)
             self._assemble(
@@ -661,7 +667,7 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
         self._gradients.backward_pass.num_begun = arguments["num_begun"]
         with self._joined_calls.taking_part():
             if call == "backward":
-                self._gradients.reduce("backward")
+                self._gradients.reduce_nothing(arguments["num_begun"])
             elif call == "synchronize":
                 self.synchronize()
             else:

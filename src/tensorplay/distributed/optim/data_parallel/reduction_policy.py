@@ -22,6 +22,8 @@ class ReductionPolicy:
         backward_passes_per_step: how many backward passes accumulate before a reduction.
         compression: ``"none"``, ``"fp16"`` or ``"bf16"``: the type in which gradients travel.
         sparse_as_dense: whether sparse gradients are made dense.
+        overlap_with_backward: whether buckets are averaged while backward goes on; ``None``: where
+            parameters are on an accelerator.
     """
 
     op: str = "average"
@@ -29,6 +31,7 @@ class ReductionPolicy:
     backward_passes_per_step: int = 1
     compression: str = "none"
     sparse_as_dense: bool = False
+    overlap_with_backward: bool | None = None
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
