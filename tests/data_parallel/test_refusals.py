@@ -56,6 +56,7 @@ def test_names_that_do_not_fit(named: Any, message: str) -> None:
         ({"optim": SGD([A], lr=0.1)}, TypeError, r"has its options already, but got \['lr'\]"),
         ({"optim": 3}, TypeError, "optim must be an optimizer"),
         ({"optim": SGD, "params": None}, TypeError, "params is missing"),
+        ({"params": torch.nn.Linear(2, 2)}, TypeError, r"Linear itself; pass its .parameters\(\)"),
         ({"optim": lambda _, **__: 3}, TypeError, "must make a torch.optim.Optimizer"),
         ({"momentums": 0.1}, TypeError, "momentums"),
         ({"lr": -1}, ValueError, "learning rate"),
@@ -67,6 +68,15 @@ def test_arguments_without_meaning(
 ) -> None:
     with pytest.raises(error, match=message):
         make(**changes)
+
+
+def test_an_optimizer_that_is_missing() -> None:
+    with pytest.raises(TypeError, match="needs an optimizer for parameters of this process: pass optim="):
+        DistributedOptimizer(params=[A], lr=0.1)
+
+
+def test_a_parameter_list_is_one() -> None:
+    assert len(DistributedOptimizer(SGD, torch.nn.ParameterList([A]), lr=0.1).param_groups) == 1
 
 
 def test_an_optimizer_with_other_parameters() -> None:

@@ -93,6 +93,11 @@ class DistributedOptimizer(Optimizer, metaclass=ABCMeta):
                 f"DistributedOptimizer takes {local} for parameters of this process and {remote} for "
                 "RRefs, but not both"
             )
+        if local and not args and "optim" not in kwargs:
+            raise TypeError(
+                "DistributedOptimizer needs an optimizer for parameters of this process: pass optim=, "
+                "such as optim=torch.optim.AdamW"
+            )
         if not local and not remote:
             if len(args) == 1 and isinstance(args[0], Optimizer):
                 return DataParallelOptimizer(*args, **kwargs)

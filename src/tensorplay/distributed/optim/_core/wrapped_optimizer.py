@@ -156,6 +156,11 @@ def canonical_groups(params: Any) -> list[dict[str, Any]]:
             "params argument given to the optimizer should be an iterable of Tensors or dicts, but "
             f"got {torch.typename(params)}; put the tensor into a list"
         )
+    if isinstance(params, torch.nn.Module) and not isinstance(params, Iterable):
+        raise TypeError(
+            f"params argument given to the optimizer should be its parameters, but got the "
+            f"{torch.typename(params)} itself; pass its .parameters()"
+        )
     _refuse_unordered(params)
     entries = list(params)
     if not entries:
