@@ -71,7 +71,9 @@ def test_arguments_without_meaning(
 
 
 def test_an_optimizer_that_is_missing() -> None:
-    with pytest.raises(TypeError, match="needs an optimizer for parameters of this process: pass optim="):
+    with pytest.raises(
+        TypeError, match="needs an optimizer for parameters of this process: pass optim="
+    ):
         DistributedOptimizer(params=[A], lr=0.1)
 
 
