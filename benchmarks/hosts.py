@@ -25,6 +25,8 @@ CANDIDATES = (
     "zero-elements",
     "zero-backward",
     "zero-both",
+    "data-parallel",
+    "data-parallel-backward",
 )
 PREFIX = f"tp{os.getpid() % 10000}"
 INTERFACE = "host0"

@@ -428,10 +428,14 @@ class ClippedInStep(Trainer):
         self.optimizer.clip_grad_norm = max_norm  # type: ignore[attr-defined] # mypy can't see that it has this
 
 
-def _tensorplay_data_parallel(module: nn.Module) -> Trainer:
-    from tensorplay.distributed.optim import DistributedOptimizer
+def _tensorplay_data_parallel(**options: Any) -> Callable[[nn.Module], Trainer]:
+    def build(module: nn.Module) -> Trainer:
+        from tensorplay.distributed.optim import DistributedOptimizer
 
-    return ClippedInStep(module, DistributedOptimizer(AdamW, module.parameters(), **FUSED))
+        optimizer = DistributedOptimizer(AdamW, module.parameters(), **options, **FUSED)
+        return ClippedInStep(module, optimizer)
+
+    return build
 
 
 class FullyShardedTrainer(Trainer):
@@ -579,7 +583,15 @@ CANDIDATES = {
             "data-parallel",
             "tensorplay DistributedOptimizer",
             "tensorplay",
-            _tensorplay_data_parallel,
+            _tensorplay_data_parallel(),
+            is_exact=False,
+            tolerance=NORM_TOLERANCE,
+        ),
+        Candidate(
+            "data-parallel-backward",
+            "tensorplay DistributedOptimizer, averaged in backward",
+            "tensorplay",
+            _tensorplay_data_parallel(overlap_with_backward=True),
             is_exact=False,
             tolerance=NORM_TOLERANCE,
         ),
