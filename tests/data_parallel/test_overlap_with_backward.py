@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import SGD
 
 from tensorplay.distributed.optim import DistributedOptimizer
+from tensorplay.distributed.optim._core import gradient_reducer
 from tensorplay.distributed.optim._core.agreement import RankDisagreementError
 from tensorplay.distributed.optim.data_parallel import reduction_plan
 from tensorplay.distributed.optim.data_parallel.optimizer import DataParallelOptimizer
@@ -89,7 +91,7 @@ def _events(early: bool) -> list[str]:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(400, 400, bias=False) for _ in range(6)))
         optimizer = DistributedOptimizer(
-            optim=torch.optim.SGD,
+            optim=SGD,
             params=layers.parameters(),
             lr=0.1,
             overlap_with_backward=early,
@@ -136,7 +138,7 @@ def test_buckets_are_averaged_and_gathered_while_backward_goes_on(run: Run, earl
 def _sent(early: bool) -> list[int]:
     model = make_small_and_large()
     optimizer = DistributedOptimizer(
-        optim=torch.optim.SGD, params=model.parameters(), lr=0.1, overlap_with_backward=early
+        optim=SGD, params=model.parameters(), lr=0.1, overlap_with_backward=early
     )
     sent = []
     for step in range(3):
@@ -158,7 +160,7 @@ def _aborted(failing: tuple[int, ...]) -> list[float]:
     layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     with mock.patch.object(reduction_plan, "CAPACITY_BYTES", 8 * 8 * 4):  # so that some are sent
         optimizer = DistributedOptimizer(
-            optim=torch.optim.SGD, params=layers.parameters(), lr=0.1, overlap_with_backward=True
+            optim=SGD, params=layers.parameters(), lr=0.1, overlap_with_backward=True
         )
     fails = dist.get_rank() in failing
 
@@ -200,7 +202,7 @@ def _sparse(sizes: tuple[int, ...], on_rank: int | None) -> str:
     embeddings = nn.ModuleList(nn.Embedding(size, 4, sparse=True) for size in sizes)
     dense = nn.Linear(4, 1)
     optimizer = DistributedOptimizer(
-        optim=torch.optim.SGD,
+        optim=SGD,
         params=[*embeddings.parameters(), *dense.parameters()],
         lr=0.1,
         overlap_with_backward=True,
@@ -231,7 +233,7 @@ def test_sparse_gradients_are_refused_with_the_cure(
 def _different() -> str:
     with pytest.raises(RankDisagreementError) as caught:
         DistributedOptimizer(
-            optim=torch.optim.SGD,
+            optim=SGD,
             params=nn.Linear(2, 2).parameters(),
             lr=0.1,
             overlap_with_backward=dist.get_rank() == 0,
@@ -242,3 +244,36 @@ def _different() -> str:
 def test_ranks_that_choose_differently_are_told(run: Run) -> None:
     for message in run(2, _different):
         assert "overlap_with_backward" in message
+
+
+def _by_default(sparse_rank: int | None) -> list[bool]:
+    torch.manual_seed(0)
+    plain, ours = (nn.ModuleList([nn.Embedding(5, 4), nn.Linear(4, 1)]) for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    ours[0].sparse = dist.get_rank() == sparse_rank
+    with mock.patch.object(gradient_reducer, "overlaps_by_default", return_value=True):
+        optimizer = DistributedOptimizer(SGD, ours[0].parameters(), lr=0.1)
+        optimizer.add_param_group({"params": list(ours[1].parameters())})
+    reference = SGD(plain.parameters(), lr=0.1)
+    overlaps = []
+    for step in range(3):
+        overlaps.append(optimizer._gradients._schedule.hears_ready)  # type: ignore[attr-defined] # ours
+        reference.zero_grad()
+        optimizer.zero_grad()
+        for rank in range(2):
+            indices = torch.tensor([step, rank])
+            (plain[1](plain[0](indices)).sum() / 2).backward()
+        ours[1](ours[0](torch.tensor([step, dist.get_rank()]))).sum().backward()
+        reference.step()
+        optimizer.step()
+        for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(one, other)
+    return overlaps
+
+
+@pytest.mark.parametrize("sparse_rank", [None, 0, 1])
+def test_by_default_the_first_reduction_shows_whether_there_are_sparse_gradients(
+    run: Run, sparse_rank: int | None
+) -> None:
+    overlaps = sparse_rank is None
+    assert run(2, _by_default, sparse_rank) == [[False, overlaps, overlaps]] * 2

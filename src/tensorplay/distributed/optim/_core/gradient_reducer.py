@@ -153,7 +153,7 @@ class GradientReducer:
         """
         added = parameters[len(self.parameters) :]
         if self._during_backward is None:
-            self._during_backward = any(p.device.type != "cpu" for p in added)
+            self._during_backward = overlaps_by_default(added)
         if not self.parameters:
             self._schedule = self._make_schedule(during_backward=self._during_backward)
         self.parameters.extend(added)
@@ -773,6 +773,11 @@ class GradientReducer:
     def num_begun(self) -> int:
         """How many backward passes have begun on this rank."""
         return self.backward_pass.num_begun
+
+
+def overlaps_by_default(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether sending gradients of these in backward takes nothing from it: on accelerators."""
+    return any(parameter.device.type != "cpu" for parameter in parameters)
 
 
 _grad_of = operator.attrgetter("grad")

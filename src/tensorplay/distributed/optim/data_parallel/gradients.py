@@ -3,7 +3,9 @@
 Each rank averages an even slice of every bucket, as an owner would, in the memory of its own
 gradients; then the slices are gathered. On gloo this sends what an all-reduce sends, and is faster.
 Both may begin while backward goes on: then a bucket is gathered as soon as it has been averaged,
-and shown when backward has ended and all ranks know which gradients there are.
+and shown when backward has ended and all ranks know which gradients there are. Where nobody has
+asked for it, the first reduction waits for the end, and shows whether some rank has sparse
+gradients, which can't be averaged earlier; then the others wait too.
 """
 
 import itertools
@@ -31,6 +33,7 @@ from tensorplay.distributed.optim._core.gradient_buckets import (
 from tensorplay.distributed.optim._core.gradient_reducer import GradientReducer
 from tensorplay.distributed.optim._core.parameter_spec import ParameterSpec, is_dense
 from tensorplay.distributed.optim._core.ranks import GroupRank
+from tensorplay.distributed.optim._core.reduction_schedule import Schedule
 from tensorplay.distributed.optim._core.transfers import Transfer
 from tensorplay.distributed.optim.data_parallel.reduction_plan import CAPACITY_BYTES
 from tensorplay.distributed.optim.data_parallel.reduction_policy import ReductionPolicy
@@ -96,6 +99,8 @@ class AveragedEverywhere(GradientReducer):
         self._gathered: set[GradientBucket] = set()
         self._sparse: dict[int, torch.Tensor | None] = {}
         self._bucket_of: dict[int, GradientBucket] = {}
+        self._early_schedule: Schedule | None = None
+        """What follows the first reduction, if that shows no sparse gradient."""
         self.divides_by_world_size = True
         self.divide_among(list(communicator.members))
 
@@ -106,7 +111,15 @@ class AveragedEverywhere(GradientReducer):
         layouts: Sequence[BucketLayout],
     ) -> None:
         """See :class:`GradientReducer`."""
+        is_first = not self.parameters
+        after_backward = self._schedule
+        if self._early_schedule is not None:  # so that the new ones report to it
+            self._schedule = self._early_schedule
         super().add(parameters, specs, layouts)
+        if is_first and self._policy.overlap_with_backward is None and self._schedule.hears_ready:
+            self._early_schedule = self._schedule
+        if self._early_schedule is not None:
+            self._schedule = after_backward
         for bucket in self.buckets:
             self._bucket_of.update((slot.parameter, bucket) for slot in bucket.layout.slots)
 
@@ -203,6 +216,10 @@ class AveragedEverywhere(GradientReducer):
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
         kinds = self._agree_on_kinds(call)
+        if self._early_schedule is not None:  # the same on every rank
+            if _SPARSE not in kinds.values():
+                self._schedule = self._early_schedule
+            self._early_schedule = None
         for index in sorted(index for index, kind in kinds.items() if kind == _SPARSE):
             self._sparse[index] = self.parameters[index].grad
             self.parameters[index].grad = None

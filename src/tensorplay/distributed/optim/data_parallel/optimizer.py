@@ -118,8 +118,8 @@ class DataParallelOptimizer(SameGroupsOptimizer, Joinable):
             gathering all ranks' rows.
         overlap_with_backward: whether each bucket is averaged as soon as its gradients are there,
             while backward goes on; sparse gradients need ``sparse_as_dense`` then. By default
-            where parameters are on an accelerator: on CPUs it takes the processor from backward,
-            and pays over slow links only.
+            where parameters are on an accelerator, after a first reduction without sparse
+            gradients: on CPUs it takes the processor from backward, and pays over slow links only.
         clip_grad_norm: if given, :meth:`step` scales the averaged gradients so that their 2-norm is
             at most this, as ``torch.nn.utils.clip_grad_norm_`` does.
         **defaults: options for ``optim`` if it is a class or a function.
